@@ -56,8 +56,7 @@ _MODULES = ("core", "errors", "llama_cpp", "lmcache", "serdes", "testing", "tran
 
 def __getattr__(name: str) -> object:
     if name not in _WHERE and name not in _MODULES:
-        msg = f"module 'vua' has no attribute {name!r}"
-        raise AttributeError(msg)
+        raise AttributeError(f"module 'vua' has no attribute {name!r}")
     from importlib import import_module  # noqa: PLC0415 - for a start without
 
     if name in _MODULES:

@@ -95,8 +95,7 @@ class VUAConfig:
         for name in ("split_factor", "threads"):
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                msg = f"VUAConfig.{name} must be a positive int, found {value!r}"
-                raise ConfigError(msg)
+                raise ConfigError(f"VUAConfig.{name} must be a positive int, found {value!r}")
 
         _ = self.bounds, TierRules.of(self)  # raise for unusable ones
 
@@ -121,12 +120,11 @@ class VUAConfig:
             return  # it is made with the first chunk, or that says why not
         limit = nbytes_of(self.max_bytes, system.f_blocks * system.f_frsize)
         if chunk_nbytes > limit:
-            msg = (
+            raise ConfigError(
                 f"VUAConfig.max_bytes is {self.max_bytes!r}, {limit:,} bytes; one chunk of "
                 f"{self.split_factor} tokens of this model takes {chunk_nbytes:,}, so nothing "
                 "would ever be stored. Set more, or a smaller split_factor"
             )
-            raise ConfigError(msg)
 
     def __repr__(self) -> str:
         shown = ", ".join(f"{name}={getattr(self, name)!r}" for name in self._FIELDS)

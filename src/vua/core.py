@@ -114,8 +114,7 @@ class VUA:
             msg = f"VUA(config, path): expected a VUAConfig first, found {config!r:.80}"
             raise ConfigError(msg)
         if not isinstance(path, str | os.PathLike | list | tuple) or not path:
-            msg = f"VUA(config, path): expected a path second, found {path!r:.80}"
-            raise ConfigError(msg)
+            raise ConfigError(f"VUA(config, path): expected a path second, found {path!r:.80}")
         check_keys(self.config.security)
         self.path = locate(path, security=self.config.security)
         self._identity = identity or Identity(
@@ -125,11 +124,10 @@ class VUA:
             name=self.config.model,
         )
         if self._identity.chunk_tokens != self.config.split_factor:
-            msg = (
+            raise ConfigError(
                 f"the identity has {self._identity.chunk_tokens} tokens per chunk, split_factor is "
                 f"{self.config.split_factor}; they must be equal"
             )
-            raise ConfigError(msg)
         config = self.config
         access = Access(config.durable, config.bounds, config.security, config)
         self._opened = LazyNamespace(self.path, self._identity, access)
@@ -197,8 +195,7 @@ class VUA:
     def _namespace_for(self, caches: Sequence[Cache]) -> Namespace:
         layouts = {cache.layout(self.config.split_factor) for cache in caches}
         if len(layouts) != 1:
-            msg = f"the sequences' KV caches differ in shape or dtype: {layouts}"
-            raise LayoutError(msg)
+            raise LayoutError(f"the sequences' KV caches differ in shape or dtype: {layouts}")
         layout = layouts.pop()
         if self._opened.writing is None or self._opened.writing.layouts != (layout,):
             codec = EntryCodec(self._identity.namespace, layout, layout.full)

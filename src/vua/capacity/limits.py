@@ -70,8 +70,7 @@ def nbytes_of(value: int | str, whole: int) -> int:
         if nbytes <= MAX_NBYTES:
             return int(nbytes)
     known = "a number of bytes, '500G' or a share of the disk like '80%'"
-    msg = f"{value!r:.40} is not a size; give {known}"
-    raise ConfigError(msg)
+    raise ConfigError(f"{value!r:.40} is not a size; give {known}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,8 +98,7 @@ class Limits:
                 try:
                     nbytes_of(value, 0)
                 except ConfigError as problem:
-                    msg = f"{name}: {problem}"
-                    raise ConfigError(msg) from problem
+                    raise ConfigError(f"{name}: {problem}") from problem
         ttl_s = self.ttl_s
         if ttl_s is not None and (
             isinstance(ttl_s, bool)
@@ -193,12 +191,10 @@ def parse_bounds(data: bytes, path: object, refused: Callable[[str], None] | Non
     try:
         bounds = json.loads(data)
         if not isinstance(bounds, Mapping) or bounds.get("format") != FORMAT:
-            msg = f"expected an object of format {FORMAT!r}"
-            raise ConfigError(msg)
+            raise ConfigError(f"expected an object of format {FORMAT!r}")
         known = {field.name for field in fields(Limits)}
         if unknown := bounds.keys() - known - {"format"}:
-            msg = f"unknown settings {sorted(unknown)}, known are {sorted(known)}"
-            raise ConfigError(msg)
+            raise ConfigError(f"unknown settings {sorted(unknown)}, known are {sorted(known)}")
     except (ValueError, TypeError, RecursionError) as problem:
         raise _unusable(path, problem) from problem
     sound: dict[str, Any] = {}

@@ -203,11 +203,10 @@ def temporary_database(schema: str) -> sqlite3.Connection:
         try:
             return call(*given)
         except sqlite.OperationalError as problem:
-            msg = (
+            raise StorageError(
                 f"chunks cannot be listed in a temporary file ({problem}); free space in "
                 f"{tempfile.gettempdir()}, or let TMPDIR name a folder that has some"
-            )
-            raise StorageError(msg) from problem
+            ) from problem
 
     where = ":memory:"
     with contextlib.suppress(OSError), tempfile.TemporaryFile() as probe:

@@ -106,8 +106,7 @@ class _PlainFile(tarfile.TarInfo):
         """Read a header. Raises InputError, and `tarfile`'s exceptions for an invalid one."""
         info = super().frombuf(buf, encoding, errors)
         if info.type != tarfile.REGTYPE or info.size < 0:
-            msg = f"{info.name!r:.100} in the archive is not a plain file"
-            raise InputError(msg)
+            raise InputError(f"{info.name!r:.100} in the archive is not a plain file")
         return info
 
 
@@ -125,8 +124,7 @@ class Reader:
             )  # fmt: skip
         first = self._next()
         if first is None or first.name != _START or first.nbytes > _MAX_END_NBYTES:
-            msg = f"not an archive of `vua export`: it does not begin with {_START}"
-            raise InputError(msg)
+            raise InputError(f"not an archive of `vua export`: it does not begin with {_START}")
         header = _fields(self.read())
         if header.get("format") != FORMAT:
             msg = f"format {header.get('format')!r:.40}, expected {FORMAT!r}: of another version?"
@@ -144,8 +142,7 @@ class Reader:
             yield member
             for _ in self._blocks():  # unless it was read
                 pass
-        msg = f"the archive ends without {_END}: it was cut short"
-        raise InputError(msg)
+        raise InputError(f"the archive ends without {_END}: it was cut short")
 
     def _next(self) -> Member | None:
         with _damage_told(f"member {self._members} has no sound header"):
@@ -191,8 +188,7 @@ def _damage_told(what: str) -> Iterator[None]:
     try:
         yield
     except (tarfile.TarError, UnicodeDecodeError) as problem:
-        msg = f"{what}: {problem}; was it cut short?"
-        raise InputError(msg) from problem
+        raise InputError(f"{what}: {problem}; was it cut short?") from problem
 
 
 def _fields(data: bytearray) -> dict[str, object]:

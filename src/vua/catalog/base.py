@@ -525,8 +525,7 @@ class Catalog(ABC):
             picked = picked or [(one, "") for one in found if one.is_ours]
             for space, chunk in sorted(picked, key=lambda one: one[1]):  # namespaces come first
                 if not (chunk or space.is_ours):
-                    text = f"{space.name} is not a namespace of VUA, it stays unchanged"
-                    raise ConfigError(text)
+                    raise ConfigError(f"{space.name} is not a namespace of VUA, it stays unchanged")
                 if space in whole:
                     continue
                 if space not in some:
@@ -620,8 +619,7 @@ def resolve(found: Sequence[N], digits: str) -> tuple[N, str]:
     if len(hits) != 1:
         some = ", ".join(f"{one.name[:SHORT]}/{chunk[:SHORT]}" for one, chunk in hits[:5])
         what = f"stands for {len(hits)} things: {some}" if hits else "is not stored"
-        msg = f"{digits}: {what}; `vua ls --long` lists the names"
-        raise ConfigError(msg)
+        raise ConfigError(f"{digits}: {what}; `vua ls --long` lists the names")
     return hits[0]
 
 
@@ -636,9 +634,8 @@ def key_ids(security: Security) -> frozenset[str]:
         raise ConfigError(msg)
     known = KnownKeys(security)
     if security.tenant_keys is not None and not known.tenants:
-        msg = (
+        raise ConfigError(
             f"--tenant-keys {security.tenant_keys} holds no key, so every tenant's chunks would "
             "go; is it the right directory? Leave it out if that is meant (and give --key-file)"
         )
-        raise ConfigError(msg)
     return known.ids

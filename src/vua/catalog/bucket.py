@@ -579,8 +579,7 @@ def rules_of(bucket: Bucket) -> Sequence[Mapping[str, Any]]:
     try:
         boto3, errors = map(importlib.import_module, ("boto3", "botocore.exceptions"))
     except ImportError as problem:
-        msg = "that needs the package boto3"
-        raise ConfigError(msg) from problem
+        raise ConfigError("that needs the package boto3") from problem
     try:
         session = boto3.session.Session()  # boto3's own one keeps the first credentials it saw
         answer = session.client("s3").get_bucket_lifecycle_configuration(

@@ -111,8 +111,7 @@ def prompt_keys(namespace: Namespace, ids: bytes, salt: str) -> tuple[KeyChain, 
         seal = namespace.keyring.seal(keys.tenant)
     except NoKeyError as problem:
         if salt and isinstance(problem.__cause__, FileNotFoundError):
-            msg = "no key for this salt; `vua key DIR --salt S`"
-            raise NoKeyError(msg) from problem
+            raise NoKeyError("no key for this salt; `vua key DIR --salt S`") from problem
         raise
     return keys, seal
 
@@ -358,11 +357,9 @@ def _read_config(root: Path) -> Mapping[str, Any]:
     try:
         config = json.loads(path.read_bytes())
     except (ValueError, RecursionError) as problem:
-        msg = f"{path} is not JSON: {problem}"
-        raise ConfigError(msg) from problem
+        raise ConfigError(f"{path} is not JSON: {problem}") from problem
     if not isinstance(config, Mapping):
-        msg = f"{path} is a JSON {type(config).__name__}, expected an object"
-        raise ConfigError(msg)
+        raise ConfigError(f"{path} is a JSON {type(config).__name__}, expected an object")
     return config
 
 

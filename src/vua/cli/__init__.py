@@ -40,5 +40,4 @@ def __getattr__(name: str) -> object:
         from vua.cli.root import vua  # noqa: PLC0415 - see above
 
         return vua
-    msg = f"module {__name__!r} has no attribute {name!r}"
-    raise AttributeError(msg)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -135,8 +135,7 @@ class EventSocket:
         try:
             (socket.connect if connect else socket.bind)(endpoint)
         except zmq.ZMQError as problem:
-            msg = f"{endpoint}: {problem.strerror}"
-            raise ConfigError(msg) from problem
+            raise ConfigError(f"{endpoint}: {problem.strerror}") from problem
         return socket
 
     def __enter__(self) -> EventSocket:  # noqa: PYI034 - Python 3.10 has no Self

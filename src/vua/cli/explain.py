@@ -308,8 +308,7 @@ def explain(directory: str, *, security: Security = NO_KEYS, **asked: Any) -> Re
         text = " ".join(f"--{name}" for name in kinds)
         raise click.UsageError(f"one of the arguments {text} is required")
     if len(given) > 1:
-        text = f"argument --{given[1]}: not allowed with argument --{given[0]}"
-        raise click.UsageError(text)
+        raise click.UsageError(f"argument --{given[1]}: not allowed with argument --{given[0]}")
     if asked.pop("recent"):
         return _recent(open_catalog(directory), asked["namespace"], security.key_file)
     if asked["model"] is not None:

@@ -44,8 +44,7 @@ def between_looks_s(given_s: float | None, catalog: Catalog, usual_s: float) -> 
     """Return the seconds between two looks. Raises ConfigError for an invalid ``given_s``."""
     interval_s = given_s if given_s is not None else catalog.look_s or usual_s
     if not interval_s > 0:
-        text = f"--interval must be a positive number of seconds, found {interval_s!r}"
-        raise ConfigError(text)
+        raise ConfigError(f"--interval must be a positive number of seconds, found {interval_s!r}")
     return interval_s
 
 

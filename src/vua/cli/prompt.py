@@ -54,8 +54,7 @@ def read_text(file: str) -> str:
     try:
         return sys.stdin.read() if file == "-" else Path(file).read_bytes().decode()
     except UnicodeDecodeError as problem:
-        msg = f"{file}: expected UTF-8 text, found other bytes: {problem}"
-        raise InputError(msg) from problem
+        raise InputError(f"{file}: expected UTF-8 text, found other bytes: {problem}") from problem
 
 
 def read_ids(file: str) -> bytes:
@@ -297,8 +296,7 @@ def key(path: str, *, salt: str | None = None) -> Report:
     file = Path(path)
     if salt is not None:
         if not salt:
-            msg = "--salt is empty: requests without a salt use key_file"
-            raise ConfigError(msg)
+            raise ConfigError("--salt is empty: requests without a salt use key_file")
         make_folder(file)
         file /= tenant_of(salt.encode()) + SUFFIX
     try:

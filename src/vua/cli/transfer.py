@@ -131,8 +131,7 @@ def export(
         with progress() as show, catalog.namespaces(show) as (found, _):
             wanted = _chosen(found, choice, show)
             if not any(wanted.values()):
-                text = "nothing of that is stored; see `vua explain`"
-                raise ConfigError(text)
+                raise ConfigError("nothing of that is stored; see `vua explain`")
             with _created(file) as stream:
                 _write(wanted, Writer(stream), done, show)
     except OSError as problem:
@@ -270,8 +269,7 @@ def _created(file: str) -> Iterator[BinaryIO]:
         return
     path = Path(file)
     if os.path.lexists(path):
-        msg = f"{file}: it exists; remove it or name another file"
-        raise ConfigError(msg)
+        raise ConfigError(f"{file}: it exists; remove it or name another file")
     temporary = path.with_name(f".{path.name[:100]}-{secrets.token_hex(4)}")
     fd = make_file(temporary, os.O_EXCL)
     try:
@@ -373,31 +371,26 @@ class _Taker:
             return
         match = _INSIDE.fullmatch(member.name)
         if match is None:
-            msg = "no name that a cache has"
-            raise ConfigError(msg)
+            raise ConfigError("no name that a cache has")
         namespace, _, chunk, name = match.groups()
         if name.startswith(AFTER) and re.fullmatch("[0-9a-f]{64}", name[len(AFTER) :]):
             if (
                 self._before.setdefault((namespace, chunk), name[len(AFTER) :])
                 != name[len(AFTER) :]
             ):
-                msg = "another chunk was named as this one's predecessor"
-                raise ConfigError(msg)
+                raise ConfigError("another chunk was named as this one's predecessor")
             return
         shard = Shard.parse(name.removesuffix(SUFFIX)) if name.endswith(SUFFIX) else None
         if shard is None:
-            msg = "no name that a cache has"
-            raise ConfigError(msg)
+            raise ConfigError("no name that a cache has")
         self._take_file(namespace, chunk, shard, member)
 
     def _open(self, namespace: str, member: Member) -> None:
         if member.nbytes > MAX_DESCRIPTION_NBYTES:
-            msg = f"{member.nbytes} bytes are too long for a description"
-            raise ConfigError(msg)
+            raise ConfigError(f"{member.nbytes} bytes are too long for a description")
         identity, layouts = parse_description(bytes(self._reader.read()))
         if identity.namespace != namespace:
-            msg = f"it describes namespace {identity.namespace[:SHORT]}"
-            raise ConfigError(msg)
+            raise ConfigError(f"it describes namespace {identity.namespace[:SHORT]}")
         if namespace not in self._stores:
             stores = create_namespace(self._root, identity, layouts).stores
             self._stack.callback(stores[0].close)  # one capacity for all
@@ -408,8 +401,7 @@ class _Taker:
         stores = self._stores.get(namespace, ())
         store = next((one for one in stores if one.layout.group == shard.group), None)
         if store is None:
-            msg = f"no sound {DESCRIPTION} of its namespace came before it"
-            raise ConfigError(msg)
+            raise ConfigError(f"no sound {DESCRIPTION} of its namespace came before it")
         codec = store.codec(shard)
         sizes = file_sizes(codec)
         if member.nbytes not in sizes:

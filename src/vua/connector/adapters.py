@@ -178,5 +178,4 @@ class Content:
             self._add(type(value).__name__)
             self._add(held_by)
         else:
-            msg = f"it holds a {type(value).__name__}, which has no digest"
-            raise UncachedError(msg)
+            raise UncachedError(f"it holds a {type(value).__name__}, which has no digest")

@@ -220,6 +220,5 @@ def local_directory(model: str, revision: str | None, download_dir: str | None) 
             ignore_patterns="*",
         )
     except (LocalEntryNotFoundError, HfHubHTTPError, ValueError) as problem:
-        msg = f"no local files of {model!r} to fingerprint: {problem}"
-        raise ConfigError(msg) from problem
+        raise ConfigError(f"no local files of {model!r} to fingerprint: {problem}") from problem
     return Path(found)

@@ -67,8 +67,7 @@ class WorkerResources:
         try:
             TierRules.of(self)
         except ConfigError as problem:
-            msg = f"{_WHERE}: worker.{problem}"
-            raise ConfigError(msg) from problem
+            raise ConfigError(f"{_WHERE}: worker.{problem}") from problem
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -161,12 +160,11 @@ class ConnectorConfig:
                 values[name] = tuple(values[name])
         if "shared_storage_path" not in values:
             if not os.environ.get("VUA_PATH"):
-                msg = (
+                raise ConfigError(
                     f"no directory for the KV cache: {how}, or "
                     f'set {_WHERE}={{"shared_storage_path": "/path"}}, or the environment variable '
                     "VUA_PATH"
                 )
-                raise ConfigError(msg)
             values["shared_storage_path"] = os.environ["VUA_PATH"]
         return cls(**values)
 

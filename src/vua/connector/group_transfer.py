@@ -381,14 +381,12 @@ class GroupTransfer:
         if self.group.names:
             named = self.group.names[part]
             if missing := [name for name in named if name not in kv_caches]:
-                msg = f"expected the caches {list(named)}, not found: {missing}"
-                raise UncachedError(msg)
+                raise UncachedError(f"expected the caches {list(named)}, not found: {missing}")
             return named
         layers = self.group.layers[part]
         found = {layer_of[name]: name for name in kv_caches if tables[name] in self.group.tables}
         if sorted(found) != list(layers):
-            msg = f"expected the layers {list(layers)}, found {sorted(found)}"
-            raise UncachedError(msg)
+            raise UncachedError(f"expected the layers {list(layers)}, found {sorted(found)}")
         return [found[layer] for layer in layers]
 
     def _pages_of(

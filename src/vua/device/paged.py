@@ -326,8 +326,7 @@ class WholePages:
         self._pages = []
         for cache in caches:
             if cache.device.type != "cpu":
-                msg = f"expected pages in CPU memory, found them on {cache.device}"
-                raise LayoutError(msg)
+                raise LayoutError(f"expected pages in CPU memory, found them on {cache.device}")
             self._pages.append(page_bytes(cache, nbytes).numpy())
 
     def gather(
@@ -385,11 +384,10 @@ class WholePages:
         first, rest = (stop - size, stop % size) if self.last else (start, start % size)
         columns = range(first // size, -(-stop // size))
         if rest or stop % size or first < 0 or columns.stop > len(block_ids):
-            msg = (
+            raise InputError(
                 f"pages of tokens {start}..{stop}: expected multiples of {size} and a table as "
                 f"long, found {len(block_ids)} blocks"
             )
-            raise InputError(msg)
         ids = [int(block_ids[column]) for column in columns]
         if any(not 0 < block < len(self._pages[0]) for block in ids):
             msg = f"blocks {ids} are not among the {len(self._pages[0])} that are in use"
@@ -424,11 +422,10 @@ def page_bytes(cache: Tensor, nbytes: int) -> Tensor:
     overlap = any(a[1] < b[0] * b[1] for a, b in pairwise(sorted(axes, key=lambda one: -one[1])))
     overlap |= any(n > 1 and not step for n, step in axes)
     if not fits or overlap:
-        msg = (
+        raise LayoutError(
             f"expected blocks that make pages of {nbytes} bytes, found {tuple(cache.shape)} "
             f"{cache.dtype} with strides {cache.stride()}"
         )
-        raise LayoutError(msg)
     flat = torch.empty(0, dtype=torch.uint8, device=cache.device)
     offset = int(cache.storage_offset()) * item
     return flat.set_(
@@ -455,5 +452,4 @@ def _rows(chunk: Tensor, nbytes: int) -> list[np.ndarray[Any, Any]]:
 
 
 def _refuse(cache: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-    msg = f"expected pages without gaps, found strides {cache.strides}"
-    raise LayoutError(msg)
+    raise LayoutError(f"expected pages without gaps, found strides {cache.strides}")

@@ -105,11 +105,9 @@ class EntryCodec:
         ``kind`` is the seal: AUTHENTIC, ENCRYPTED, or empty for plain files.
         """
         if kind not in ("", AUTHENTIC, ENCRYPTED):
-            msg = f"seal {kind!r:.40}: expected {AUTHENTIC!r} or {ENCRYPTED!r}"
-            raise LayoutError(msg)
+            raise LayoutError(f"seal {kind!r:.40}: expected {AUTHENTIC!r} or {ENCRYPTED!r}")
         if not layout.full.contains(shard):
-            msg = f"shard {shard.name} lies outside the layout's {layout.full.name}"
-            raise LayoutError(msg)
+            raise LayoutError(f"shard {shard.name} lies outside the layout's {layout.full.name}")
         self.namespace, self.layout, self.shard, self.kind = namespace, layout, shard, kind
         self.blocks: int = len(layout.dims) * shard.heads * shard.checksum_blocks(layout)
         """Checksum blocks per file."""
@@ -226,8 +224,7 @@ class EntryCodec:
         variable = self._variable(created, writer, seal_info.nonce).encode()
         table = bytes(8 * self.blocks) + tags
         if len(table) != self._table_nbytes:
-            msg = f"expected {self.blocks} tags of 16 bytes, found {len(tags)} bytes"
-            raise LayoutError(msg)
+            raise LayoutError(f"expected {self.blocks} tags of 16 bytes, found {len(tags)} bytes")
         expected = self.expected(key, seal_info.key_id)
         return b"".join((expected, variable, self._end, table))
 
@@ -265,8 +262,7 @@ class EntryCodec:
         stop = self.table_offset - len(self._end)
         found = _VARIABLE.search(header[len(self._start) : stop])
         if found is None or found[1] is None:
-            msg = "a sealed file without a nonce: it is damaged"
-            raise CorruptEntryError(msg)
+            raise CorruptEntryError("a sealed file without a nonce: it is damaged")
         tags = np.frombuffer(header[self.table_offset + 8 * self.blocks :], dtype=np.uint8)
         return found[1].decode(), tags.reshape(self.blocks, TAG_NBYTES)
 

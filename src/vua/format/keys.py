@@ -120,11 +120,10 @@ def token_ids(tokens: torch.Tensor | npt.NDArray[np.generic] | Sequence[int]) ->
     if array.ndim == 2 and array.shape[0] == 1:
         array = array[0]
     if array.ndim != 1:
-        msg = (
+        raise InputError(
             f"token ids of shape {array.shape} are not one sequence; expected (T,) or (1, T). "
             "Pass one sequence at a time or use the batched form of put()/get_closest()."
         )
-        raise InputError(msg)
     if array.size == 0:
         return b""
     if array.dtype.kind not in "iu":
@@ -134,8 +133,7 @@ def token_ids(tokens: torch.Tensor | npt.NDArray[np.generic] | Sequence[int]) ->
         return narrowed
     low, high = int(array.min()), int(array.max())
     if low < 0 or high > 0xFFFFFFFF:
-        msg = f"token ids must lie in 0..2**32-1, found {low if low < 0 else high}"
-        raise InputError(msg)
+        raise InputError(f"token ids must lie in 0..2**32-1, found {low if low < 0 else high}")
     return array.astype("<u4", copy=False).tobytes()
 
 
@@ -146,8 +144,7 @@ def _as_array(tokens: torch.Tensor | npt.NDArray[Any] | Sequence[int]) -> npt.ND
         try:
             array: npt.NDArray[Any] = tokens.detach().cpu().numpy()
         except (TypeError, RuntimeError) as problem:  # bfloat16, sparse, meta...
-            msg = f"token ids must be plain integers: {problem}"
-            raise InputError(msg) from problem
+            raise InputError(f"token ids must be plain integers: {problem}") from problem
         return array
     try:
         return np.asarray(tokens if len(tokens) else np.empty(0, np.int64))
@@ -207,8 +204,7 @@ class KeyRun(Sequence[ChunkKey]):
         if isinstance(index, slice):
             start, stop, step = index.indices(len(self))
             if step != 1:
-                msg = f"a run of keys has no slices of step {step}"
-                raise ValueError(msg)
+                raise ValueError(f"a run of keys has no slices of step {step}")
             first, last = self._first + start, self._first + stop
             parents = {at: above for at, above in self._parents.items() if first <= at < last}
             if start < stop:
@@ -288,8 +284,7 @@ class KeyChain:
     def __getitem__(self, index: int) -> ChunkKey:
         """Return the key of chunk ``index`` (0 <= index < len), hashing up to it if needed."""
         if not 0 <= index < self._length:
-            msg = f"chunk {index} of {self._length}"
-            raise IndexError(msg)
+            raise IndexError(f"chunk {index} of {self._length}")
         if (index + 1) * _HASH_NBYTES > len(self._digests):
             self._extend(index + 1)
         return self._hashed.key(index)

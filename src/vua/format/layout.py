@@ -87,8 +87,7 @@ class KVLayout:
     def __post_init__(self) -> None:
         for name in ("layers", "kv_heads", "k_dim", "chunk_tokens"):
             if getattr(self, name) < 1:
-                msg = f"{name} must be at least 1, found {getattr(self, name)}"
-                raise LayoutError(msg)
+                raise LayoutError(f"{name} must be at least 1, found {getattr(self, name)}")
         if max(self.layers, self.kv_heads) > _MAX_COUNT:
             msg = f"{self.layers} layers, {self.kv_heads} KV heads: expected at most {_MAX_COUNT}"
             raise LayoutError(msg)
@@ -96,11 +95,10 @@ class KVLayout:
             msg = f"{self.layers} layers x {self.kv_heads} KV heads: expected at most {_MAX_CELLS}"
             raise LayoutError(msg)
         if max(self.k_dim, self.v_dim) > _MAX_DIM or self.chunk_tokens > _MAX_CHUNK_TOKENS:
-            msg = (
+            raise LayoutError(
                 f"k_dim {self.k_dim}, v_dim {self.v_dim}, {self.chunk_tokens} tokens per chunk: "
                 f"expected at most {_MAX_DIM} and {_MAX_CHUNK_TOKENS}"
             )
-            raise LayoutError(msg)
         if self.v_dim < 0 or self.dtype not in ITEMSIZE:
             msg = f"v_dim {self.v_dim}, dtype {self.dtype}: expected >= 0 and one of {[*ITEMSIZE]}"
             raise LayoutError(msg)
@@ -338,8 +336,7 @@ def state_nbytes(layout: KVLayout) -> int | None:
         chunk_tokens=layout.chunk_tokens,
     )
     if layout != expected:
-        msg = f"a state of {nbytes} bytes has the layout {expected}, found {layout}"
-        raise LayoutError(msg)
+        raise LayoutError(f"a state of {nbytes} bytes has the layout {expected}, found {layout}")
     return nbytes
 
 

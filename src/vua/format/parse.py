@@ -69,8 +69,7 @@ class EntryInfo:
     def check_length(self, nbytes: int) -> None:
         """Raise CorruptEntryError if the file has another length than its header says."""
         if nbytes != self.file_nbytes:
-            msg = f"{nbytes} bytes long, expected {self.file_nbytes}"
-            raise CorruptEntryError(msg)
+            raise CorruptEntryError(f"{nbytes} bytes long, expected {self.file_nbytes}")
 
     @property
     def key(self) -> ChunkKey:
@@ -168,8 +167,7 @@ def encode_header(
     Raises LayoutError: the number of checksums or tags is wrong.
     """
     if len(checksums) != codec.blocks:
-        msg = f"expected {codec.blocks} checksums, found {len(checksums)}"
-        raise LayoutError(msg)
+        raise LayoutError(f"expected {codec.blocks} checksums, found {len(checksums)}")
     blank = codec.blank_header(key, writer=writer, seal_info=seal_info, tags=tags, created=created)
     header = np.frombuffer(bytearray(blank), dtype=np.uint8)
     table = np.ascontiguousarray(checksums, dtype="<u8").view(np.uint8)
@@ -193,11 +191,9 @@ def json_header(data: bytes) -> tuple[Mapping[str, Any], int]:
     try:
         header = json.loads(data[8 : 8 + nbytes].decode())
     except (ValueError, RecursionError) as problem:
-        msg = f"header is not JSON: {problem!r:.120}"
-        raise CorruptEntryError(msg) from problem
+        raise CorruptEntryError(f"header is not JSON: {problem!r:.120}") from problem
     if not isinstance(header, dict):
-        msg = f"header is a JSON {type(header).__name__}, expected an object"
-        raise CorruptEntryError(msg)
+        raise CorruptEntryError(f"header is a JSON {type(header).__name__}, expected an object")
     return header, 8 + nbytes
 
 
@@ -210,8 +206,7 @@ def coordinates_of(
     """
     shard = Shard.parse(metadata["shard"])
     if shard is None:
-        msg = f"shard {metadata['shard']!r:.40}"
-        raise ValueError(msg)
+        raise ValueError(f"shard {metadata['shard']!r:.40}")
     start, _, stop = metadata["tokens"].partition("-")
     parent = metadata["parent"]
     key = ChunkKey(
@@ -243,8 +238,7 @@ def coordinates_of(
         or (place and not key.parent)
         or Shard.parse(layout.full.name) is None
     ):
-        msg = "digests, token range or layout are of the wrong form"
-        raise ValueError(msg)
+        raise ValueError("digests, token range or layout are of the wrong form")
     return key, shard, layout
 
 

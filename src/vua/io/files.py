@@ -227,12 +227,11 @@ def _check_plain(status: FileStatus, uids: Uids | None) -> None:
         return
     if not stat.S_ISREG(status.mode):
         raise OSError(errno.EINVAL, "not a regular file")
-    msg = (
+    raise UntrustedError(
         f"file of user {status.uid} with {status.links} names, expected one name and "
         f"{'any user' if uids is None else f'one of the users {sorted(uids)}'}; set "
         "trusted_uids if you trust that user"
     )
-    raise UntrustedError(msg)
 
 
 def close_plain(fd: int, *, local: bool) -> None:

@@ -111,8 +111,7 @@ class _ModelFiles:
         else:  # an engine that was started after the server may have fetched it
             same = not weights.changed_since(ticked_s, stop=stop) and all(map(_is_named, changed))
         if not same:
-            msg = "its files were changed after this server's start"
-            raise UncachedError(msg)
+            raise UncachedError("its files were changed after this server's start")
         return weights.joined(config)
 
 
@@ -184,8 +183,7 @@ class Models:
                 find = partial(now.digest, self._began_s)
                 self._known[name] = (time.monotonic(), Identification(find))
             elif now != self._found[name]:
-                msg = "its files were changed after it was served first"
-                raise UncachedError(msg)
+                raise UncachedError("its files were changed after it was served first")
             return self._known[name]
 
     def _refuse(self, name: str, problem: Exception) -> None:

@@ -194,8 +194,7 @@ def status() -> Status:
 def _choose() -> Status:
     mode = os.environ.get("VUA_NATIVE", "auto")
     if mode not in ("auto", "off", "require"):
-        msg = f"VUA_NATIVE must be auto, off or require, found {mode!r}"
-        raise ConfigError(msg)
+        raise ConfigError(f"VUA_NATIVE must be auto, off or require, found {mode!r}")
     with choice.lock:
         if choice.status is None:
             found = Status(None, f"{INSTEAD}: it is switched off by VUA_NATIVE=off")
@@ -203,7 +202,6 @@ def _choose() -> Status:
                 found = find()
                 log.log(logging.WARNING if found.refused else logging.INFO, "%s", found.text)
             if found.library is None and mode == "require":
-                msg = f"VUA_NATIVE=require cannot be met: {found.text}"
-                raise ConfigError(msg)
+                raise ConfigError(f"VUA_NATIVE=require cannot be met: {found.text}")
             choice.status = found
         return choice.status

@@ -173,8 +173,7 @@ def read_entry(
     try:
         into.inodes[file] = status.inode
         if status.nbytes != plan.file_nbytes:
-            msg = f"{status.nbytes} bytes long, expected {plan.file_nbytes}"
-            raise CorruptEntryError(msg)
+            raise CorruptEntryError(f"{status.nbytes} bytes long, expected {plan.file_nbytes}")
         found, cached = [], directory.local
         for read in reads_of(transfer, place + file, into, file):
             got, cached = _read(fd, read, cached=cached)

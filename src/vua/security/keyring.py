@@ -250,8 +250,7 @@ class Keyring:
         directory, own = self._security.tenant_keys, self._security.key_file
         if tenant:
             if directory is None:
-                msg = "a tenant's chunk, and no tenant_keys"
-                raise NoKeyError(msg)
+                raise NoKeyError("a tenant's chunk, and no tenant_keys")
             return Path(directory) / f"{tenant}{SUFFIX}"
         return None if own is None else Path(own)
 

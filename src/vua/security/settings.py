@@ -53,23 +53,19 @@ class Security:
             or not isinstance(uids, Sequence)
             or any(isinstance(uid, bool) or not isinstance(uid, int) or uid < 0 for uid in uids)
         ):
-            msg = f'trusted_uids must be a list of user ids or "any", found {uids!r}'
-            raise ConfigError(msg)
+            raise ConfigError(f'trusted_uids must be a list of user ids or "any", found {uids!r}')
         object.__setattr__(self, "trusted_uids", uids if uids == "any" else tuple(uids))
         for name in ("group_read", "encrypt"):
             if not isinstance(getattr(self, name), bool):
-                msg = f"{name} must be true or false, found {getattr(self, name)!r}"
-                raise ConfigError(msg)
+                raise ConfigError(f"{name} must be true or false, found {getattr(self, name)!r}")
         for name in ("key_file", "tenant_keys"):
             value = getattr(self, name)
             if value is not None and (not isinstance(value, str) or not value or "\0" in value):
-                msg = f"{name} must be a path, found {value!r}"
-                raise ConfigError(msg)
+                raise ConfigError(f"{name} must be a path, found {value!r}")
             if value is not None:  # keys are read again later, when os.chdir may have been called
                 object.__setattr__(self, name, os.path.abspath(value))  # noqa: PTH100 - keeps links
         if self.encrypt and self.key_file is None:
-            msg = "encrypt needs a key_file: `vua key FILE` makes one"
-            raise ConfigError(msg)
+            raise ConfigError("encrypt needs a key_file: `vua key FILE` makes one")
 
     @property
     def encrypts(self) -> bool:
@@ -107,26 +103,23 @@ def check_owner(directory: Path, security: Security, what: str = "") -> None:
         return
     status = directory.stat()
     if not security.trusts(status.st_uid):
-        msg = (
+        raise ConfigError(
             f"{directory} belongs to user {status.st_uid}, this process runs as user "
             f"{os.geteuid()}: who owns the directory can replace what lies in it; chown it, or "
             "name that user in trusted_uids"
         )
-        raise ConfigError(msg)
     if status.st_mode & stat.S_IWOTH and not status.st_mode & stat.S_ISVTX:
         mode = stat.S_IMODE(status.st_mode)
         if what:
-            msg = (
+            raise ConfigError(
                 f"{directory}, a {what}, has mode {mode:o}: every user of this machine can "
                 "replace what lies in it; expected: no write by all; chmod it to 700"
             )
-            raise ConfigError(msg)
-        msg = (
+        raise ConfigError(
             f"{directory} has mode {mode:o}: every user of this machine "
             f"can replace what lies in it; use a new directory inside it, which VUA makes private "
             f'(such as {directory / "vua"}); or chmod it to 700, or set trusted_uids to "any"'
         )
-        raise ConfigError(msg)
 
 
 def open_directory(path: Path, security: Security) -> int:

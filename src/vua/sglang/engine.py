@@ -107,11 +107,10 @@ class Engine:
         if isinstance(watched := runner.weight_updater, _Updater):
             return watched.vua_engine
         if not starting:
-            msg = (
+            raise UncachedError(
                 "VUA was attached to a running server, whose weights may have been updated before; "
                 "start SGLang with VUA, then it can be detached and attached again"
             )
-            raise UncachedError(msg)
         return cls(runner, owner)
 
     def proof(self) -> Callable[[], bool]:

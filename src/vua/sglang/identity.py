@@ -266,13 +266,11 @@ def _check_supported(arguments: Any, models: Any, is_text: bool) -> None:  # noq
     """Raise UncachedError for engines whose caches depend on information that a backend lacks."""
     for name, only in _ONLY.items():
         if getattr(arguments, name) not in only:
-            msg = f"{name}={getattr(arguments, name)!r}: {_ELSEWHERE}"
-            raise UncachedError(msg)
+            raise UncachedError(f"{name}={getattr(arguments, name)!r}: {_ELSEWHERE}")
     if envs.SGLANG_USE_MODELSCOPE.get() and not Path(arguments.model_path).exists():
-        msg = (
+        raise UncachedError(
             "SGLANG_USE_MODELSCOPE: it is unknown which files were loaded; serve a local directory"
         )
-        raise UncachedError(msg)
     if arguments.load_format not in _LOAD_FORMATS:
         msg = f"load_format {arguments.load_format!r}: it is unknown which weights it loads"
         raise UncachedError(msg)
@@ -286,8 +284,7 @@ def _code(text: Any, directory: Path) -> list[str]:
     if not named:
         return []
     if elsewhere := sorted({str(each) for each in named.values() if "--" in str(each)}):
-        msg = f"the model runs code of another repository ({elsewhere[0]})"
-        raise ConfigError(msg)
+        raise ConfigError(f"the model runs code of another repository ({elsewhere[0]})")
     return [code_digest(directory)]
 
 

@@ -28,8 +28,7 @@ def groups_of(
         heads = 1 if latent else models.get_total_num_kv_heads()
         return {PoolName.KV: _group(layers, pools[PoolName.KV], heads, dtype, latent=latent)}
     if latent:
-        msg = "a model with latents (MLA) and sliding windows is not supported"
-        raise UncachedError(msg)
+        raise UncachedError("a model with latents (MLA) and sliding windows is not supported")
     kept = _group(
         models.full_attention_layer_ids,
         pools[PoolName.KV],
@@ -111,12 +110,11 @@ def shard_of(
     whole = stop - start == pool.layer_num == pool.target_layer_num
     whole = whole and not getattr(pool, "_layer_shard_enabled", False)
     if not whole or (not latent and held != each) or first + held > heads:
-        msg = (
+        raise UncachedError(
             f"rank {rank} of {ranks} holds {pool.layer_num} layers, of the model's {layers.start} "
             f"to {layers.stop}, and {held} heads of a model with {layout.layers} such layers and "
             f"{heads} KV heads"
         )
-        raise UncachedError(msg)
     before = rank > 0 and (rank - 1) * heads // ranks == first
     writes = rank == 0 if latent else heads >= ranks or not before
     return Shard(start, stop, first, first + held, layout.group), writes

@@ -270,11 +270,10 @@ class OpenPools:
 def check_name(name: str) -> None:
     """Raise UncachedError for a pool that is not stored."""
     if name not in KNOWN:
-        msg = (
+        raise UncachedError(
             f"the engine has a pool {getattr(name, 'value', name)!r} (a state, an index or a "
             "draft model), which is not stored"
         )
-        raise UncachedError(msg)
 
 
 def _check_rank(rank_config: Any) -> None:
@@ -282,8 +281,7 @@ def _check_rank(rank_config: Any) -> None:
         msg = "with context parallelism a page is spread over ranks, which is not supported"
         raise UncachedError(msg)
     if rank_config.should_split_heads:
-        msg = "VUA divides pages at heads itself; leave out tp_lcm_size"
-        raise UncachedError(msg)
+        raise UncachedError("VUA divides pages at heads itself; leave out tp_lcm_size")
 
 
 OLDEST: Final = Version("0.5.23")
@@ -472,11 +470,10 @@ class VUAHiCacheStorage(PagesInPlace):
             files = checkpoint_files(local_directory(name, revision, download_dir))
             weights = identify_weights(files, stop=stop)
             if weights.changed_since(loaded_s, stop=stop):
-                msg = (
+                raise UncachedError(
                     "weight files were changed after the engine began to load them, so the loaded "
                     "weights are unknown; restart the engine"
                 )
-                raise UncachedError(msg)
             return weights
 
         self._opening = Opening(pools.model, self._config, Identification(identify))

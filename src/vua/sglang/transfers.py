@@ -110,8 +110,7 @@ def _arrays(pool: Any, *, latent: bool) -> list[torch.Tensor]:
         msg = f"host memory layout {pool.layout!r} is not supported; use one of {', '.join(known)}"
         raise UncachedError(msg)
     if pool.kv_buffer is None:
-        msg = "this rank has no host pages of its own, which is not supported"
-        raise UncachedError(msg)
+        raise UncachedError("this rank has no host pages of its own, which is not supported")
     if latent:
         return [pool.kv_buffer]
     if pool.layout == "page_unified":

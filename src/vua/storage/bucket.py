@@ -154,20 +154,16 @@ class Bucket:
         try:
             parts = urlsplit(url)
         except ValueError as problem:
-            msg = f"{url}: not a URL of a cache ({problem})"
-            raise ConfigError(msg) from None
+            raise ConfigError(f"{url}: not a URL of a cache ({problem})") from None
         if parts.username or parts.password or parts.query or parts.fragment:
-            msg = (
+            raise ConfigError(
                 f"{parts.scheme}://{parts.hostname or ''}...: a cache's URL is a bucket and a "
                 "prefix, nothing else; credentials and endpoints belong into the environment"
             )
-            raise ConfigError(msg)
         if parts.scheme not in SCHEMES:
-            msg = f"{url}: a cache's URL begins with one of {', '.join(SCHEMES)}"
-            raise ConfigError(msg)
+            raise ConfigError(f"{url}: a cache's URL begins with one of {', '.join(SCHEMES)}")
         if parts.scheme in ("s3", "gs", "az") and not parts.hostname:
-            msg = f"{url} names no bucket"
-            raise ConfigError(msg)
+            raise ConfigError(f"{url} names no bucket")
         url = f"{parts.scheme}://{parts.netloc}/{parts.path.strip('/')}".rstrip("/")
         with cls._opening:
             if url not in cls._open:

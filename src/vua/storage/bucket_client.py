@@ -262,8 +262,7 @@ def make_client(url: str) -> Client:
         try:
             store = from_url(url, **more)
         except (library().exceptions.BaseError, OSError, ValueError) as problem:
-            msg = f"{url} cannot be used: {summary_of(problem)}"
-            raise ConfigError(msg) from None
+            raise ConfigError(f"{url} cannot be used: {summary_of(problem)}") from None
         return Client(store, store, lambda **_: store, "", "")
     _judge_url(url, parts.netloc, parts.path)
     for name in _SECRETS:
@@ -304,15 +303,13 @@ def _named(names: tuple[str, ...]) -> tuple[str, str] | None:
 
 def _judge_url(url: str, bucket: str, path: str) -> None:
     if not re.fullmatch(r"[A-Za-z0-9$][A-Za-z0-9._$-]{1,254}", bucket):
-        msg = f"{url}: {bucket!r} cannot be a bucket's name; give s3://BUCKET/PREFIX"
-        raise ConfigError(msg)
+        raise ConfigError(f"{url}: {bucket!r} cannot be a bucket's name; give s3://BUCKET/PREFIX")
     for segment in path.strip("/").split("/") if path.strip("/") else ():
         if segment in (".", "..") or not _SEGMENT.fullmatch(segment):
-            msg = (
+            raise ConfigError(
                 f"{url}: a prefix cannot have the part {segment!r}; take one of letters, digits, "
                 "dots and dashes between single slashes"
             )
-            raise ConfigError(msg)
 
 
 def _judge_secret(url: str, name: str) -> None:
@@ -320,14 +317,12 @@ def _judge_secret(url: str, name: str) -> None:
     if value is None:
         return
     if not value:
-        msg = f"{url}: {name} is empty; set it, or unset it"
-        raise ConfigError(msg)
+        raise ConfigError(f"{url}: {name} is empty; set it, or unset it")
     if not re.fullmatch(r"[\x21-\x7e]+", value):
-        msg = (
+        raise ConfigError(
             f"{url}: {name} holds a space, a line break or a character that no header may have; "
             "set it to the value alone (a file read by $(cat FILE) loses its last line break)"
         )
-        raise ConfigError(msg)
 
 
 # -- S3 -----------------------------------------------------------------------------------------
@@ -338,8 +333,7 @@ def _s3(url: str) -> _Settings:
     keys = [name for name in _SECRETS[:2] if name in os.environ]
     if len(keys) == 1:
         (missing,) = set(_SECRETS[:2]) - set(keys)
-        msg = f"{url}: {keys[0]} is set and {missing} is not; set both"
-        raise ConfigError(msg)
+        raise ConfigError(f"{url}: {keys[0]} is set and {missing} is not; set both")
     if region := _named(_REGIONS):
         _judge_region(url, *region)
     options: dict[str, Any] = {}
@@ -386,20 +380,16 @@ def _judge_endpoint(url: str, name: str, endpoint: str) -> None:
     """Raise ConfigError if an endpoint is not a server's address."""
     wanted = "expected http://HOST:PORT or https://HOST"
     if re.search(r"[\s\x00-\x1f\x7f]", endpoint):
-        msg = f"{url}: {name} holds a space or a line break; {wanted}"
-        raise ConfigError(msg)
+        raise ConfigError(f"{url}: {name} holds a space or a line break; {wanted}")
     try:
         parts = urlsplit(endpoint)
         host, port = parts.hostname, parts.port
     except ValueError as problem:
-        msg = f"{url}: {name} has a wrong host or port ({problem}); {wanted}"
-        raise ConfigError(msg) from None
+        raise ConfigError(f"{url}: {name} has a wrong host or port ({problem}); {wanted}") from None
     if parts.username or parts.password or parts.query or parts.fragment:
-        msg = f"{url}: {name} holds more than an address; {wanted}"
-        raise ConfigError(msg)
+        raise ConfigError(f"{url}: {name} holds more than an address; {wanted}")
     if parts.scheme not in ("http", "https") or not host or port == 0:
-        msg = f"{url}: {name} is {endpoint!r}; {wanted}"
-        raise ConfigError(msg)
+        raise ConfigError(f"{url}: {name} is {endpoint!r}; {wanted}")
 
 
 def _session(url: str) -> Any | None:
@@ -416,11 +406,10 @@ def _session(url: str) -> Any | None:
     except ImportError:
         if profile is None:
             return None
-    msg = (
+    raise ConfigError(
         f"{url}: {profile[0]} names a profile, and profiles are read by the package boto3, which "
         "is not installed: install it, or set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY"
     )
-    raise ConfigError(msg)
 
 
 def _from_session(url: str, session: Any, identity: str) -> tuple[str, dict[str, Any]]:
@@ -443,8 +432,7 @@ def _from_session(url: str, session: Any, identity: str) -> tuple[str, dict[str,
             if found:
                 options["endpoint"] = found
     except (errors.BotoCoreError, errors.ClientError, OSError, ValueError) as problem:
-        msg = f"{url}: {where} cannot be used: {problem}"
-        raise ConfigError(msg) from None
+        raise ConfigError(f"{url}: {where} cannot be used: {problem}") from None
     if credentials is None:
         if profile:
             msg = f"{url}: {where} has no credentials; run `aws configure` or `aws sso login`"
@@ -495,11 +483,10 @@ def _gs(url: str) -> _Settings:
             msg = f"{url}: {found[0]} is not a file of credentials: {type(problem).__name__}"
             raise ConfigError(msg) from None
         if kind not in _GCS_KINDS:
-            msg = (
+            raise ConfigError(
                 f"{url}: {found[0]} holds credentials of type {str(kind)[:40]!r}; VUA reads "
                 f"{' and '.join(_GCS_KINDS)}: use a key file, or the machine's service account"
             )
-            raise ConfigError(msg)
     advice = "set GOOGLE_APPLICATION_CREDENTIALS to a service account's key file"
     return _Settings({}, "Google Cloud Storage", identity, advice)
 

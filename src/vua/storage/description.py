@@ -81,8 +81,7 @@ class Description:
         """The directory's path. Raises ConfigError for a bucket."""
         directory = nearest(self.path)
         if directory is None:
-            msg = f"{self.path} is a bucket: this needs a directory"
-            raise ConfigError(msg)
+            raise ConfigError(f"{self.path} is a bucket: this needs a directory")
         return directory
 
     @property
@@ -177,8 +176,7 @@ def _read(path: str, directory: int | None = None) -> bytes:
     with open(os.open(path, flags, dir_fd=directory), "rb") as stream:
         status = os.fstat(stream.fileno())
         if not stat.S_ISREG(status.st_mode) or status.st_size > MAX_DESCRIPTION_NBYTES:
-            msg = f"expected a file of at most {MAX_DESCRIPTION_NBYTES} bytes"
-            raise ConfigError(msg)
+            raise ConfigError(f"expected a file of at most {MAX_DESCRIPTION_NBYTES} bytes")
         return stream.read(MAX_DESCRIPTION_NBYTES)
 
 
@@ -193,15 +191,12 @@ def parse_description(data: bytes) -> tuple[Identity, tuple[KVLayout, ...]]:
         identity = Identity.from_description(described["identity"], described.get("counted"))
         groups = [described["layout"], *described.get("further_groups", ())]
         if len(groups) > _MAX_GROUPS:
-            msg = f"{len(groups)} groups of layers, expected at most {_MAX_GROUPS}"
-            raise ConfigError(msg)
+            raise ConfigError(f"{len(groups)} groups of layers, expected at most {_MAX_GROUPS}")
         layouts = tuple(KVLayout.from_description(group) for group in groups)
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as problem:
-        msg = f"not a description of a namespace: {problem!r:.200}"
-        raise ConfigError(msg) from problem
+        raise ConfigError(f"not a description of a namespace: {problem!r:.200}") from problem
     if found != FORMAT:
-        msg = f"format {found!r:.40}, expected {FORMAT!r}"
-        raise ConfigError(msg)
+        raise ConfigError(f"format {found!r:.40}, expected {FORMAT!r}")
     return identity, layouts
 
 

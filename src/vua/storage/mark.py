@@ -70,11 +70,10 @@ def judge_mark(data: bytes, where: str) -> bool:
         return False
     found = content.get("format") if isinstance(content, dict) else None
     if isinstance(found, str) and found.startswith(_FORMATS) and found != _FORMAT:
-        msg = (
+        raise ConfigError(
             f"{where} is a cache of another version of VUA ({MARK} says {found!r:.40}, expected "
             f"{_FORMAT!r}): nothing in it is changed. Use that version, or another directory"
         )
-        raise ConfigError(msg)
     return found == _FORMAT
 
 
@@ -185,8 +184,7 @@ def check_root(
     except FileNotFoundError as problem:  # more than the last part is missing
         raise ConfigError(_missing_above(path)) from problem
     except NotADirectoryError as problem:
-        msg = f"{path}: something above it is a file; name a directory"
-        raise ConfigError(msg) from problem
+        raise ConfigError(f"{path}: something above it is a file; name a directory") from problem
     except OSError as problem:
         raise explained(problem, str(path)) from problem
     return path

@@ -134,8 +134,7 @@ def compare(
             if worst is None or found.ratio > worst.ratio:
                 worst = found
     if worst is None:
-        msg = "there are no layers to compare"
-        raise ValueError(msg)
+        raise ValueError("there are no layers to compare")
     return worst
 
 

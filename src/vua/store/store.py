@@ -390,8 +390,7 @@ class Loader:
         Never raises for the state of the storage: the result's ``reason`` says it.
         """
         if len(keys) > self.chunks:
-            msg = f"{len(keys)} chunks do not fit into memory for {self.chunks}"
-            raise InputError(msg)
+            raise InputError(f"{len(keys)} chunks do not fit into memory for {self.chunks}")
         store = self._store
         try:
             self._unlock(keys[0].tenant if len(keys) else "")

@@ -45,11 +45,10 @@ def sequences(tokens: torch.Tensor | Sequence[torch.Tensor] | Sequence[int]) -> 
         row = torch.from_numpy(np.frombuffer(ids, dtype="<u4").astype(np.int64))
         return Sequences([ids], [row], listed=False)
     if not isinstance(tokens, Sequence) or isinstance(tokens, str | bytes):
-        msg = (
+        raise InputError(
             "tokens must be an integer tensor, a sequence of int, or a list of such, found "
             f"{type(tokens).__name__}; torch.as_tensor() makes one of an array"
         )
-        raise InputError(msg)
     parts = [sequences(row) for row in tokens]  # type: ignore[arg-type] # likewise
     if any(part.listed for part in parts):
         msg = "a list of sequences must hold one sequence per item, found a batch inside it"
@@ -71,11 +70,10 @@ class Cache:
             for name, tensor in (("K", k), ("V", v)):
                 if not isinstance(tensor, torch.Tensor) or tensor.ndim != 4:
                     shape = tuple(getattr(tensor, "shape", ()))
-                    msg = (
+                    raise InputError(
                         f"{name} of layer {number} is a {type(tensor).__name__} of shape {shape}; "
                         "expected a tensor (batch, heads, tokens, head_dim)"
                     )
-                    raise InputError(msg)
                 if tensor.shape[0] != rows:
                     msg = f"{name} of layer {number}: batch {tensor.shape[0]}, tokens have {rows}"
                     raise InputError(msg)
@@ -87,11 +85,10 @@ class Cache:
                 raise InputError(msg)
         k, v = self.arrays[0][0], self.arrays[1][0]
         if k.shape[:2] != v.shape[:2] or k.dtype != v.dtype:
-            msg = (
+            raise InputError(
                 f"K {tuple(k.shape)} {k.dtype} and V {tuple(v.shape)} {v.dtype} differ in heads, "
                 "tokens or dtype; expected [K, V] of one layer of one prompt"
             )
-            raise InputError(msg)
         self.length: int = k.shape[1]
 
     def layout(self, chunk_tokens: int) -> KVLayout:
@@ -147,11 +144,10 @@ def sequences_with_caches(
     for ids, cache in zip(batch.ids, caches, strict=True):
         length = len(ids) // 4
         if length % chunk_tokens:
-            msg = (
+            raise InputError(
                 f"{length} tokens are not a multiple of split_factor {chunk_tokens}; use "
                 "VUAConfig.trim_to_split_factor() and cut the KV cache to the same length"
             )
-            raise InputError(msg)
         if cache.length != length:
             msg = f"{length} tokens need K and V of {length} tokens, found {cache.length}"
             raise InputError(msg)

@@ -29,8 +29,7 @@ class TierRules:
         value = self.upload_mib_s
         number = isinstance(value, int | float) and not isinstance(value, bool)
         if value is not None and not (number and 0 < value < math.inf):
-            msg = f"upload_mib_s must be a positive number, found {value!r}"
-            raise ConfigError(msg)
+            raise ConfigError(f"upload_mib_s must be a positive number, found {value!r}")
 
     @classmethod
     def of(cls, settings: object) -> TierRules:

@@ -285,8 +285,7 @@ class EntryWriter:
         be written; InputError for chunks outside the memory map.
         """
         if place + len(run) > self._slots:
-            msg = f"chunks {place} to {place + len(run)} of memory for {self._slots}"
-            raise InputError(msg)
+            raise InputError(f"chunks {place} to {place + len(run)} of memory for {self._slots}")
         self.refused, store, storage, seal = False, self.store, self.store.storage, None
         try:
             seal = store.keyring.seal(run[0].tenant) if batch is None else None

@@ -102,13 +102,11 @@ def _root(model_config: Any, load: Any) -> Path:
 
     model = model_config.model
     if getattr(model_config, "model_weights", ""):
-        msg = "they lie in an object storage"
-        raise ConfigError(msg)
+        raise ConfigError("they lie in an object storage")
     if Path(model).exists():
         return Path(model)
     if envs.VLLM_USE_MODELSCOPE:
-        msg = "they come from ModelScope"
-        raise ConfigError(msg)
+        raise ConfigError("they come from ModelScope")
     root = local_directory(model, model_config.revision, load.download_dir)
     commit = getattr(model_config.hf_config, "_commit_hash", None)
     if commit is not None and root.name != commit:

@@ -52,8 +52,7 @@ class Adapters:
         load = getattr(manager, "_load_adapter", None)
         kept: Any = getattr(manager, "_adapter_manager", None)
         if not (callable(load) and callable(getattr(kept, "list_adapters", None))):
-            msg = "this vLLM's structure of LoRA adapters is unknown"
-            raise UncachedError(msg)
+            raise UncachedError("this vLLM's structure of LoRA adapters is unknown")
         self._runner, self._kept = runner, kept
         self._load: Callable[[Any], Any] = load
         manager._load_adapter = self._load_and_copy  # type: ignore[union-attr]  # noqa: SLF001

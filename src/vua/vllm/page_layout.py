@@ -68,8 +68,7 @@ def own_caches(
     places = {cache.data_ptr() for cache in own.values()}
     for name, cache in kv_caches.items():
         if name not in own and cache.data_ptr() not in places:
-            msg = f"the KV cache of {name} is in none of vLLM's cache groups"
-            raise UncachedError(msg)
+            raise UncachedError(f"the KV cache of {name} is in none of vLLM's cache groups")
     return own
 
 

@@ -88,8 +88,7 @@ def with_connector(arguments: Sequence[str]) -> list[str]:
     _check_options(rest, config)
     if connector not in (VUA, CONNECTOR):  # e.g. a MultiConnector: the user knows
         if path is not None:
-            msg = f"{_PATH_OPTION} has no effect on the connector {connector!r}"
-            raise ConfigError(msg)
+            raise ConfigError(f"{_PATH_OPTION} has no effect on the connector {connector!r}")
         return [*rest, _OPTION, json.dumps(given)]
     extra = dict(given.get("kv_connector_extra_config") or {})
     stated = extra.get("shared_storage_path", path)
@@ -109,12 +108,10 @@ def _check_options(arguments: Sequence[str], transfer: dict[str, Any]) -> None:
         if name == "--kv-offloading-size" and replaced(transfer):
             raise ConfigError(BESIDE_OFFLOADING)
         if given.startswith(f"{_OPTION}."):
-            msg = f"give {_OPTION} as one JSON object, not as {_OPTION}.KEY options"
-            raise ConfigError(msg)
+            raise ConfigError(f"give {_OPTION} as one JSON object, not as {_OPTION}.KEY options")
         near = difflib.get_close_matches(name, [_PATH_OPTION], cutoff=0.8)
         if near or name.startswith("--vua"):
-            msg = f"there is no option {given}; did you mean {_PATH_OPTION}?"
-            raise ConfigError(msg)
+            raise ConfigError(f"there is no option {given}; did you mean {_PATH_OPTION}?")
 
 
 def _pop_option(arguments: Sequence[str], option: str) -> tuple[list[str], str | None]:
@@ -131,8 +128,7 @@ def _pop_option(arguments: Sequence[str], option: str) -> tuple[list[str], str |
         else:
             rest.append(argument)
     if waiting:
-        msg = f"{option} needs a value"
-        raise ConfigError(msg)
+        raise ConfigError(f"{option} needs a value")
     return rest, value
 
 
@@ -142,11 +138,9 @@ def _parsed(text: str | None) -> dict[str, Any]:
     try:
         given = json.loads(text)
     except ValueError as problem:
-        msg = f"{_OPTION} is not JSON ({problem}): {text:.200}"
-        raise ConfigError(msg) from problem
+        raise ConfigError(f"{_OPTION} is not JSON ({problem}): {text:.200}") from problem
     if not isinstance(given, dict):
-        msg = f"{_OPTION} must be a JSON object, found {text:.200}"
-        raise ConfigError(msg)
+        raise ConfigError(f"{_OPTION} must be a JSON object, found {text:.200}")
     return given
 
 

@@ -184,11 +184,10 @@ def read_digest(file: Path, expected: State, work: Work) -> str:
 
 def _check(file: Path, expected: State, found: State) -> None:
     if found != expected:
-        msg = (
+        raise ConfigError(
             f"{file} changed while it was read ({expected} before, {found} now), so it is "
             "unknown which weights were loaded; start again when nothing writes to it"
         )
-        raise ConfigError(msg)
 
 
 # -- safetensors ------------------------------------------------------------------------------
@@ -247,19 +246,16 @@ def _tensor(described: Any) -> _Tensor:
     begin, end = described["data_offsets"]
     numbers = [begin, end, *described["shape"]]
     if any(type(number) is not int or number < 0 for number in numbers) or begin > end:
-        msg = f"no tensor: {described}"
-        raise ValueError(msg)
+        raise ValueError(f"no tensor: {described}")
     if type(described["dtype"]) is not str:
-        msg = f"no dtype: {described}"
-        raise ValueError(msg)
+        raise ValueError(f"no dtype: {described}")
     return _Tensor(described["dtype"], tuple(described["shape"]), begin, end)
 
 
 def _distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found = dict(pairs)
     if len(found) < len(pairs):
-        msg = "a name stands twice"
-        raise ValueError(msg)
+        raise ValueError("a name stands twice")
     return found
 
 
