@@ -71,7 +71,7 @@ def gather(
     """Copy the rows of some slots out of a cache into chunk arrays, for all its heads and layers.
 
     Args:
-        paged: the engine's cache, or some heads or layers of it (`PagedCache.narrow`).
+        paged: the engine's cache.
         slots: int64, one per token, ``[chunks, tokens]`` or flat; a negative one leaves both sides
             unchanged. On the host, where they are checked at once, or on the cache's device, which
             must be waited for.

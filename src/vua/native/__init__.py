@@ -29,7 +29,6 @@ environment variable ``VUA_NATIVE`` decides whether the library is used: ``auto`
 
 from vua.native.bindings import Status, library, status
 from vua.native.entries import (
-    ITEMS,
     THREADS,
     ChunkNames,
     EntryStream,
@@ -71,7 +70,6 @@ from vua.native.transfer import (
 
 __all__ = [
     "FAILED",
-    "ITEMS",
     "KINDS",
     "LATEST_NS",
     "NOWHERE",

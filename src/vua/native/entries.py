@@ -514,8 +514,6 @@ def delete_chunks(
     return Deletions(settled, done[:settled] == _DELETED, freed.value, is_unusual, left)
 
 
-ITEMS: Final = (1, 2, 4, 8)
-"""Bytes per element that `move.c` knows."""
 _MOVE_THREAD_NBYTES: Final = 1 << 19
 """Bytes per thread."""
 _STREAMED_NBYTES: Final = 8 << 20
@@ -549,7 +547,7 @@ class StridedCopy(ctypes.Structure):
         """Describe the copies.
 
         Args:
-            shape: heads, dims, and bytes per element (one of :data:`ITEMS`).
+            shape: heads, dims, and bytes per element: 1, 2, 4 or 8.
             to: bytes from one head, token and dim to the next in the target; not negative.
             from_: the same in the source.
             target: addresses of each box's first element in the target.

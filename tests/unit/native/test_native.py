@@ -473,7 +473,7 @@ class TestMove(unittest.TestCase):
         native.library()
         draw, shape = np.random.default_rng(7), (3, 40, 64)  # heads, tokens, dims
         counts = np.array([40, 0, 1, 39, 17])
-        for item, order, out in product(native.ITEMS, permutations(range(3)), (False, True)):
+        for item, order, out in product((1, 2, 4, 8), permutations(range(3)), (False, True)):
             with self.subTest(item=item, order=order, out=out):
                 rows = draw.integers(0, 256, (len(counts), *shape, item), dtype=np.uint8)
                 roomy = [shape[axis] + 1 for axis in order]
