@@ -265,6 +265,8 @@ class VUAStorageConnector_V1(KVConnectorBase_V1, SupportsHMA):  # noqa: N801
         self._model: Any = None
         self._idle = False
         """Whether the current step computes nothing."""
+        self._handled = id(None)
+        """Of the exception that is being handled when a step begins: by who runs the engine."""
         try:
             model = describe(vllm_config, kv_cache_config, self._config)
             if role == KVConnectorRole.SCHEDULER:
@@ -511,6 +513,7 @@ class VUAStorageConnector_V1(KVConnectorBase_V1, SupportsHMA):  # noqa: N801
 
     def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:
         orders = self._get_connector_metadata()
+        self._handled = id(sys.exc_info()[1])
         self._idle = isinstance(orders, ConnectorMetadata) and orders.idle
         if not isinstance(orders, ConnectorMetadata):
             return
@@ -543,7 +546,7 @@ class VUAStorageConnector_V1(KVConnectorBase_V1, SupportsHMA):  # noqa: N801
         if side is None or not isinstance(orders, ConnectorMetadata):
             return
         # vLLM asks in a `finally`, so of a pass that failed, too: later layers hold old K and V
-        computed = sys.exc_info()[0] is None
+        computed = id(sys.exc_info()[1]) == self._handled
         with self._guarded():
             side.copy_out(orders, computed=computed)
         with self._guarded():

@@ -67,6 +67,34 @@ class HooksTest(unittest.TestCase):
         with self.assertRaisesRegex(ConfigError, "start it without --kv-transfer-config"):
             bare_connector("/nowhere", encoder_decoder=True)
 
+    def test_passes_that_failed(self) -> None:
+        """An error within the pass counts, and none that whoever runs the engine handles."""
+        computed, made = list[bool](), self.connector(strict=False)
+        made.worker = SimpleNamespace(
+            start_loads=lambda _: None,
+            copy_out=lambda _, **how: computed.append(how["computed"]),
+            saves=SimpleNamespace(hand_over=lambda: None),
+        )
+
+        def step(*, fails: bool) -> None:
+            made.start_load_kv(None)
+            try:
+                if fails:
+                    raise MemoryError
+            finally:
+                made.wait_for_save()
+
+        step(fails=False)
+        with self.assertRaises(MemoryError):
+            step(fails=True)
+        try:
+            raise ImportError
+        except ImportError:
+            step(fails=False)
+            with self.assertRaises(MemoryError):
+                step(fails=True)
+        self.assertEqual([True, False, True, False], computed)
+
     def hooks(self, made: Any) -> dict[str, tuple[Callable[[], Any], Any]]:
         """What vLLM calls in steps, with the answer that means "nothing cached"."""
         request, seen = SimpleNamespace(request_id="r"), KVConnectorOutput(invalid_block_ids={1})
