@@ -122,7 +122,7 @@ def load_errors_are_swallowed(patches: ExitStack) -> None:
     instead(patches, Connector, "get_block_ids_with_load_errors", lambda *_: set())
 
 
-@mutation(read_s=0.006)
+@mutation(read_s=0.006, first_seed=6)
 def loads_are_reported_when_they_begin(patches: ExitStack) -> None:
     """A request counts as received while its load is running."""
 
@@ -145,7 +145,7 @@ def failures_are_forgotten(patches: ExitStack) -> None:
     instead(patches, Connector, "update_connector_output", learn)
 
 
-@mutation(max_num_batched_tokens=48, resets=0.2, asynchronous=False, longest=420)
+@mutation(max_num_batched_tokens=48, resets=0.2, asynchronous=False, longest=420, first_seed=8)
 def tables_survive_preemption(patches: ExitStack) -> None:
     """New blocks of a preempted request are appended to those that it lost."""
     tables: dict[str, list[list[int]]] = {}
