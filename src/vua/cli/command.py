@@ -246,15 +246,12 @@ def command(
                     return output.show(found) if isinstance(found, Report) else found
 
         kind = _OfDirectory if takes_directory else _Command
-        made = kind(name, params=params, callback=run, help=_sentence(text), short_help=text)
+        sentence = f"{text[:1].upper()}{text[1:]}."
+        made = kind(name, params=params, callback=run, help=sentence, short_help=text)
         COMMANDS[name] = with_help(made)
         return work
 
     return declare
-
-
-def _sentence(text: str) -> str:
-    return f"{text[:1].upper()}{text[1:]}."
 
 
 class _Argument(click.Argument):

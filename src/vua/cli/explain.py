@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from operator import attrgetter
 from pathlib import Path
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, Final
 
 import click
@@ -50,30 +51,6 @@ if TYPE_CHECKING:
 _DEFAULT_CHUNK_TOKENS: Final = 64
 BLOCKS: Final = (16, 128)
 """vLLM's default tokens per block (`block_size`): on GPUs, and on CPUs."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Question:
-    """The arguments of `vua explain`."""
-
-    tokens: str | None = None
-    """File of token ids, ``-`` for stdin."""
-    prompt: str | None = None
-    """File of text or of requests, instead of ``tokens``; needs ``model`` for its tokenizer."""
-    namespace: str = ""
-    """First digits of the namespaces to look at; by default all (that fit ``model``)."""
-    model: str | None = None
-    chunk_tokens: int | None = None
-    """Only namespaces with chunks of so many tokens."""
-    block_tokens: int | None = None
-    """The engine's tokens per block; by default those of GPUs and of CPUs."""
-    salt: str = ""
-    epoch: str = ""
-    """The engine's setting; only for comparing identities."""
-    quick: bool = False
-    """Do not look for stored chunks in place of a missing one."""
-    security: Security = NO_KEYS
-    """The engines' keys, from which names are computed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -300,21 +277,17 @@ def _recent(catalog: Catalog, prefix: str, key_file: str | None) -> Report:
 def explain(directory: str, *, security: Security = NO_KEYS, **asked: Any) -> Report:
     """Report what is stored of a prompt, and why no more; exit status 1 if files are damaged.
 
-    ``asked`` are :class:`Question`'s fields. Raises ConfigError, InputError, StorageError.
+    ``asked`` are the options. Raises ConfigError, InputError, StorageError.
     """
     kinds = ("tokens", "prompt", "order", "recent")
-    given = [name for name in kinds if asked[name] not in (None, False)]
-    if not given:
-        text = " ".join(f"--{name}" for name in kinds)
-        raise click.UsageError(f"one of the arguments {text} is required")
-    if len(given) > 1:
-        raise click.UsageError(f"argument --{given[1]}: not allowed with argument --{given[0]}")
+    if sum(asked[name] not in (None, False) for name in kinds) != 1:
+        raise click.UsageError(f"give one of {' '.join(f'--{name}' for name in kinds)}")
     if asked.pop("recent"):
         return _recent(open_catalog(directory), asked["namespace"], security.key_file)
     if asked["model"] is not None:
         asked["model"] = str(model_directory(asked["model"]))
     order = asked.pop("order")
-    question = Question(security=security, **asked)
+    question = SimpleNamespace(security=security, **asked)
     if order is not None:
         with explaining(order):
             count, made_of = read_documents(order, question.model)
@@ -344,7 +317,7 @@ def _answers(
     found: Sequence[Description],
     expected: ModelIdentity | None,
     prompt: Prompt,
-    question: Question,
+    question: SimpleNamespace,
 ) -> list[Answer]:
     answers = [
         _answer(catalog, namespace, differences, prompt, question)
@@ -353,7 +326,7 @@ def _answers(
     return sorted(answers, key=lambda one: (-one.usable * one.size, one.namespace.name))
 
 
-def _expected(question: Question) -> ModelIdentity | None:
+def _expected(question: SimpleNamespace) -> ModelIdentity | None:
     if question.model is None or (
         question.prompt and not Path(question.model, "config.json").is_file()
     ):
@@ -369,7 +342,7 @@ def _expected(question: Question) -> ModelIdentity | None:
 
 
 def _candidates(
-    found: Sequence[Description], expected: ModelIdentity | None, question: Question
+    found: Sequence[Description], expected: ModelIdentity | None, question: SimpleNamespace
 ) -> list[tuple[Description, list[Difference] | None]]:
     if question.namespace:
         named = [one for one in found if one.name.startswith(question.namespace)]
@@ -394,7 +367,7 @@ def _answer(
     found: Description,
     differences: list[Difference] | None,
     prompt: Prompt,
-    question: Question,
+    question: SimpleNamespace,
 ) -> Answer:
     ids, length = prompt.ids, len(prompt.ids) // 4
     with explaining(str(found.path)):

@@ -21,13 +21,6 @@ from vua.errors import StorageError, VUAError
 if TYPE_CHECKING:
     from click.shell_completion import CompletionItem
 
-_INSTEAD: Final = {
-    "advise": " any more: `vua top DIR` says what is evicted, and what the cache saves under a "
-    "limit",
-    "bench": " any more: `vua doctor DIR --prefill TOKENS/S` says what the storage reads in GB/s "
-    "and from which prompt length on loading wins; benchmarks/speed.py in a checkout measures more",
-}
-
 
 class _Commands(click.Group):
     """All commands, in order; each is imported at first use."""
@@ -57,7 +50,7 @@ class _Commands(click.Group):
             from difflib import get_close_matches  # noqa: PLC0415 - for this error alone
 
             near = " or ".join(map(repr, get_close_matches(args[0], ENTRIES, n=3)))
-            more = _INSTEAD.get(args[0]) or (f", did you mean {near}?" if near else "")
+            more = f", did you mean {near}?" if near else ""
             ctx.fail(f"there is no command {args[0]!r}{more}")
         return super().resolve_command(ctx, args)
 
@@ -142,16 +135,12 @@ def _run(words: list[str]) -> int:  # noqa: PLR0911 - a status for each way to e
 
 
 def _refuse(problem: click.UsageError) -> int:
-    context, text, hint = problem.ctx, problem.format_message().rstrip("."), ""
+    context, text = problem.ctx, " ".join(problem.format_message().split()).rstrip(".")
     path = "vua" if context is None else context.command_path
-    if isinstance(problem, click.MissingParameter) and problem.param is not None:
-        is_option = isinstance(problem.param, click.Option)
-        name = problem.param.opts[0] if is_option else problem.param.human_readable_name
-        text = f"the following arguments are required: {name}"
-        if name == "DIR":
-            hint = f": name the cache's directory, or set {VARIABLE}"
+    if isinstance(problem, click.MissingParameter) and "'DIR'" in text:
+        text += f": name the cache's directory, or set {VARIABLE}"
     if context is not None:
         print(context.get_usage(), file=sys.stderr)
     end = " See" if text.endswith("?") else "; see"
-    print(plain(f"{path}: error: {text}{hint}{end} `{path} --help`"), file=sys.stderr)
+    print(plain(f"{path}: error: {text}{end} `{path} --help`"), file=sys.stderr)
     return UNUSABLE

@@ -305,12 +305,9 @@ class VUALlamaCache(BaseLlamaCache):
         self._save_abandoned(llm)
         self._asked = len(tokens), *_prefilled(llm)
         live = llm.longest_token_prefix(llm.input_ids[: llm.n_tokens].tolist(), tokens)
-        (stored,), size, name = (
-            vua.lookup(tokens),
-            self._config.split_factor,
-            self.identity.namespace,
-        )
+        (stored,), size = vua.lookup(tokens), self._config.split_factor
         if stored <= live:
+            name = self.identity.namespace
             vua.savings.looked_up(name, stored // size, len(tokens) // size, size)
             raise KeyError("nothing is stored that has not been computed")
         found = vua.get_closest(tokens)

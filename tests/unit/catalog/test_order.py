@@ -112,4 +112,4 @@ class OrderTest(DirectoryTest):
                 self.assertIn(expected, err)
         code, _, err = run("explain", self.root, "--order", file, "--tokens", file)
         self.assertEqual(2, code)
-        self.assertIn("argument --order: not allowed with argument --tokens", err)
+        self.assertIn("give one of --tokens --prompt --order --recent", err)

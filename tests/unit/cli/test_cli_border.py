@@ -170,4 +170,4 @@ class TestDirectory(CliTest):
             os.environ.pop("VUA_PATH", None)
             code, _, err = run("ls")
             self.assertEqual(2, code)
-            self.assertIn("required: DIR", err)
+            self.assertIn("Missing argument 'DIR'", err)

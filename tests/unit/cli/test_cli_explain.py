@@ -119,7 +119,7 @@ class TestRecent(ExplainTest):
         self.assertEqual((0, f"{self.cache}: {said}", ""), run("explain", self.cache, "--recent"))
         code, _, error = run("explain", self.cache, "--recent", "--order", "x")
         self.assertEqual(2, code)
-        self.assertIn("--recent: not allowed with argument --order", error)
+        self.assertIn("give one of --tokens --prompt --order --recent", error)
 
 
 class TestPrefix(ExplainTest):
@@ -420,14 +420,14 @@ class TestQuestion(ExplainTest):
         self.put(TOKENS)
         ids = self.tokens(TOKENS)
         for arguments, words in (
-            ((), "required"),
+            ((), "give one of"),
             (("--tokens", self.tokens("1 x").rename(self.root / "x")), "invalid literal"),
             (("--tokens", self.tokens("[1, 2.5]").rename(self.root / "y")), "item 1 is 2.5"),
             (("--tokens", self.tokens("[-1]").rename(self.root / "z")), "0..2**32-1"),
             (("--tokens", self.root / "none"), "No such file"),
             (("--prompt", self.root / "x"), "needs its tokenizer"),
             (("--prompt", self.root / "x", "--model", self.root), "tokenizer.json: no such file"),
-            (("--tokens", self.root / "a", "--prompt", self.root / "a"), "not allowed"),
+            (("--tokens", self.root / "a", "--prompt", self.root / "a"), "give one of"),
             (("--tokens", "IDS", "--model", self.root), "config.json: no such file"),
             (("--tokens", "IDS", "--namespace", "zz"), "no namespace begins"),
         ):

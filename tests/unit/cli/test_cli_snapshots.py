@@ -250,8 +250,7 @@ class TextTest(DirectoryTest):
         url = memory_url()
         commands: list[list[object]] = [
             ["unheard"], ["ls", "--unheard"], ["ls", "a", "b"], ["ls", root, "--sort", "age"],
-            *([verb] for verb in sorted(verbs())), ["lst", empty], ["bench", empty],
-            ["advise", empty],
+            *([verb] for verb in sorted(verbs())), ["lst", empty],
             *([verb, root, *more] for verb, more in (
                 ("ls", []), ("du", []), ("gc", []), ("ttl", []), ("pin", []), ("rm", ["--all"]),
                 ("verify", []), ("doctor", []), ("top", ["--once"]), ("events", []),

@@ -230,8 +230,8 @@ class AccessTest(unittest.TestCase):
         """Nothing but GET."""
         page = self.page
         for method in ("POST", "PUT", "DELETE", "PATCH", "OPTIONS", "TRACE", "HEAD", "CONNECT"):
-            self.assertEqual(405, page.ask(method, "/api/overview")[0], method)
-        self.assertEqual(405, page.ask("POST", "/api/overview", {})[0])
+            self.assertEqual(501, page.ask(method, "/api/overview")[0], method)
+        self.assertEqual(501, page.ask("POST", "/api/overview", {})[0])
 
     def test_nothing_from_elsewhere(self) -> None:
         """The page's policy forbids everything from outside, and its files name no other host."""

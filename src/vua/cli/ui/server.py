@@ -336,12 +336,6 @@ class _Handler(BaseHTTPRequestHandler):
         else:
             self._send(HTTPStatus.OK, self.server.watch.seen)
 
-    def do_PUT(self) -> None:
-        self._send(HTTPStatus.METHOD_NOT_ALLOWED, {"error": "only GET"})
-
-    do_POST = do_DELETE = do_HEAD = do_PATCH = do_PUT  # noqa: N815
-    do_OPTIONS = do_TRACE = do_CONNECT = do_PUT  # noqa: N815
-
     def _send(self, status: HTTPStatus, value: object) -> None:
         self._send_bytes(status, json.dumps(value).encode(), "application/json")
 
@@ -351,11 +345,8 @@ class _Handler(BaseHTTPRequestHandler):
             self.send_header(name, value)
         self.send_header("Content-Type", kind)
         self.send_header("Content-Length", str(len(content)))
-        if status == HTTPStatus.METHOD_NOT_ALLOWED:
-            self.send_header("Allow", "GET")
         self.end_headers()
-        if self.command != "HEAD":
-            self.wfile.write(content)
+        self.wfile.write(content)
 
 
 # -- the command ----------------------------------------------------------------------------------
