@@ -506,6 +506,7 @@ class VUAStorageConnector_V1(KVConnectorBase_V1, SupportsHMA):  # noqa: N801
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
         """Take a step's orders before its forward pass: its loads need not wait for it."""
         super().bind_connector_metadata(connector_metadata)
+        self._handled = id(sys.exc_info()[1])
         side = self.worker
         if side is not None and isinstance(connector_metadata, ConnectorMetadata):
             with self._guarded():
@@ -513,7 +514,6 @@ class VUAStorageConnector_V1(KVConnectorBase_V1, SupportsHMA):  # noqa: N801
 
     def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:
         orders = self._get_connector_metadata()
-        self._handled = id(sys.exc_info()[1])
         self._idle = isinstance(orders, ConnectorMetadata) and orders.idle
         if not isinstance(orders, ConnectorMetadata):
             return
