@@ -99,7 +99,7 @@ class ChangedModelTest(TransformersTest):
                             self.assertEqual(96, prefixes.load(PROMPT).num_tokens)
                         self.assertEqual(expected, self.plain(model))
                 differ += expected != plain
-                self.check_clean(plain, *([0] if expected != plain else [0, 96]))
+                self.check_clean((PROMPT, plain, [0] if expected != plain else [0, 96]))
                 if name in ONLY_BEFORE:
                     continue
                 self.store, model = self.root / f"between {name}", self.load()
@@ -111,16 +111,16 @@ class ChangedModelTest(TransformersTest):
                         self.plain(model, other)
                     if name in PLACES:
                         self.assertEqual(plain, self.plain(model))
-                self.check_clean(plain, 96)
-                self.check_clean(plainly, 0, 96, prompt=other)
+                self.check_clean((PROMPT, plain, [96]), (other, plainly, [0, 96]))
         self.assertGreater(2 * differ, len(names))  # changes matter
 
-    def check_clean(self, plain: list[int], *loaded: int, prompt: torch.Tensor = PROMPT) -> None:
+    def check_clean(self, *asked: tuple[torch.Tensor, list[int], list[int]]) -> None:
         """A model as it was loaded says what it says, and finds one of these numbers of tokens."""
         reader = self.load()
         with self.reusing(reader) as prefixes:
-            self.assertIn(prefixes.load(prompt).num_tokens, loaded)
-            self.assertEqual(plain, self.plain(reader, prompt))
+            for prompt, plain, loaded in asked:
+                self.assertIn(prefixes.load(prompt).num_tokens, loaded)
+                self.assertEqual(plain, self.plain(reader, prompt))
 
     def test_within_a_call(self) -> None:
         """A change while tokens are generated: nothing of the call is stored."""
@@ -325,7 +325,7 @@ class ChangedModelTest(TransformersTest):
         out = model.generate(rows, past_key_values=own, **GREEDY)
         self.assertEqual(6, prefixes.save(out, own))  # control: a batch of one's own
         self.assertEqual(96, prefixes.load(PROMPT.flip(1)).num_tokens)
-        self.check_clean(self.plain(self.load()), 96)
+        self.check_clean((PROMPT, self.plain(self.load()), [96]))
 
     @pytest.mark.thorough
     def test_what_transformers_makes_of_a_call(self) -> None:
