@@ -37,7 +37,6 @@ from vua.cli.output import DAMAGED, SOUND, Report, facts, line, plain, progress
 from vua.cli.prompt import Prompt, model_directory, read_documents, read_prompts
 from vua.errors import ConfigError, explaining
 from vua.format.identity import Identity
-from vua.format.layout import KVLayout
 from vua.io.words import counted
 from vua.security.keyring import NoKeyError
 from vua.security.settings import Security
@@ -485,7 +484,7 @@ def _lines(answer: Answer) -> Iterator[tuple[str, str]]:
     if answer.seal is not None:
         yield "key", f"{answer.seal.key_id}, {answer.seal.kind}"
     for group in answer.groups:
-        yield _label(group.layout), _stored(group)
+        yield "stored" if group.layout.window is None else group.layout.group, _stored(group)
         gap = group.first_missing
         told = group.damaged
         if gap is not None and gap not in told:
@@ -523,10 +522,6 @@ def _compared(differences: list[Difference]) -> str:
     same = [name for name in ("model", "weights") if name not in differing]
     parts = [f"same {' and '.join(same)}"] if same else []
     return ", ".join(parts + [str(one) for one in differences])
-
-
-def _label(layout: KVLayout) -> str:
-    return "stored" if layout.window is None else layout.group
 
 
 def _stored(group: GroupState) -> str:

@@ -48,9 +48,6 @@ def between_looks_s(given_s: float | None, catalog: Catalog, usual_s: float) -> 
     return interval_s
 
 
-# -- vua top --------------------------------------------------------------------------------------
-
-
 def _show(of: Mapping[str, Any], counts: Mapping[str, int], saved: Totals | None) -> None:
     text = f"{of['directory']}: {counted(of['chunks'], 'chunk', exact=of['exact'])}, "
     text += about(of["nbytes"], size, exact=of["exact"])

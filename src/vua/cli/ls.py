@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from itertools import groupby
+from itertools import compress, groupby
 from typing import TYPE_CHECKING, Final
 
 import click
@@ -161,7 +161,9 @@ def ls(
     with progress() as show:
         contents = [catalog.content(one, show, long=long, exact=exact) for one in found]
     if model is not None:
-        contents = [one for one in contents if _is_meant(one, model)]
+        named = [one.description for one in contents]
+        meant = [model.lower() in one.model.lower() or one.name.startswith(model) for one in named]
+        contents = [*compress(contents, meant)]
     prompts: dict[str, Listing] = {}
     if sort == "prompt":
         ordered = open_catalog(directory)
@@ -186,10 +188,4 @@ def ls(
         namespaces=[_describe(one, long=long) for one in contents],
         strays=len(strays),
         saved_today=saved and saved.describe(),
-    )
-
-
-def _is_meant(content: Content, text: str) -> bool:
-    return text.lower() in content.description.model.lower() or content.description.name.startswith(
-        text
     )
