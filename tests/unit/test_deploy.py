@@ -138,7 +138,8 @@ class DeployTest(unittest.TestCase):
     def test_all_are_shown(self) -> None:
         """The dashboard has every metric."""
         shown = " ".join(expressions())
-        self.assertEqual([], [name for name in METRICS if name not in shown])
+        missing = [name for name in METRICS if name not in shown]
+        self.assertEqual([], missing, f"add them to a panel of {DASHBOARD.name}")
 
     def test_panels(self) -> None:
         """Panels have ids of their own, and none lies on another."""

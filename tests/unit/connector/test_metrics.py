@@ -101,7 +101,7 @@ class MetricsTest(unittest.TestCase):
         text = DOCUMENT.read_text(encoding="utf-8")
         named = set(re.findall(r"`(vua_\w+)`", text))
 
-        self.assertEqual(set(METRICS), named)
+        self.assertEqual(set(METRICS), named, "`dev.py docs` writes the table")
         for metric in METRICS.values():
             for value in metric.values:
                 self.assertIn(f"`{value}`", text)
