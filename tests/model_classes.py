@@ -81,7 +81,7 @@ def _architectures() -> list[Row]:
     rows = []
     for name, kind in KINDS.items():
         shown = "run" if kind.loaded else "run, whole prompts alone"
-        shown = "described; nothing stored on a CPU" if kind.cannot else shown
+        shown = "described" if kind.cannot else shown
         tests = {shown: f"{ARCHITECTURES}TestArchitectures::test_one[{name}]"}
         rows.append(Row(name, kind.example, "vllm", "", ALONE, tests, kind.why_tier))
     return rows
@@ -386,6 +386,10 @@ def table(results: dict[str, Any]) -> str:
             single.append([row.name, row.models, engine, door, what, date])
         elif engines:
             own.append([row.name, row.models, engine, row.stored, door, row.where, what, date])
+    for at in (5, 2):  # a date and an engine that all have are told once
+        if len({line[at] for line in single[1:]}) == 1:
+            single[0][0] += f", {single[1][at]}"
+            single = [line[:at] + line[at + 1 :] for line in single]
     shown = [lines for lines in (own, tier, single) if len(lines) > 1]
     for lines in shown:
         lines.insert(1, ["---"] * len(lines[0]))

@@ -35,7 +35,7 @@ class ConnectorConfigTest(unittest.TestCase):
         security = parse(security={**given, "tenant_keys": "/keys"}).security
 
         self.assertEqual(
-            ([7], True, "/k", True, "/keys"),
+            ((7,), True, "/k", True, "/keys"),
             (security.trusted_uids, security.group_read, security.key_file, security.encrypt,
              security.tenant_keys),
         )  # fmt: skip
