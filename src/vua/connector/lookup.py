@@ -32,7 +32,7 @@ from vua.errors import VUAError
 from vua.format.keys import KeyChain, token_ids
 from vua.io.pool import Breaker, Job, Pool
 from vua.security.keyring import NoKeyError
-from vua.store.namespace import Namespace
+from vua.store.namespace import Namespace, open_names
 from vua.store.writer import Writers
 
 log = logger("scheduler")
@@ -124,7 +124,7 @@ def answer_early(lookup: Lookup, model: Model, config: ConnectorConfig) -> None:
     try:
         if lookup.options.store and not secret:
             size = model.chunk_tokens
-            keys = _keys_of(lookup, model, lambda ids, extras, _: KeyChain(ids, size, extras))
+            keys = _keys_of(lookup, model, lambda ids, extras, _: open_names(ids, size, extras))
             every, tokens = config.window_every_tokens, lookup.most_tokens
             if keys is not None:
                 found = find(model, (), keys, tokens, window_every_tokens=every)
