@@ -447,8 +447,8 @@ def counted(counts: dict[str, int]) -> Iterator[None]:
         return aim(self, part, at, order)
 
     def counting_load(self: Loader, keys: Any, *rest: Any) -> int:
-        done, part = load(self, keys, *rest), aims[id(self)]
-        if done:
+        done, part = load(self, keys, *rest), aims.get(id(self))
+        if done and part is not None:  # else a tier's
             stop = min(keys[done - 1].stop, part.stop)
             add("tokens_loaded", stop - max(keys[0].start, part.start))
         return done
