@@ -111,7 +111,10 @@ def vllm_phase(job: dict[str, Any]) -> dict[str, Any]:
             "kv_connector_module_path": "vua.vllm.kv_connector_v1",
             "kv_role": "kv_both",
             "kv_load_failure_policy": "recompute",
-            "kv_connector_extra_config": {"shared_storage_path": job["path"]},
+            "kv_connector_extra_config": {
+                "shared_storage_path": job["path"],
+                "load_policy": "always",  # on a busy machine, too, where computing may be faster
+            },
         }
     llm = LLM(
         model=job["model"],
