@@ -263,7 +263,7 @@ class Pool(Generic[W]):
                 if not shared.threads:
                     raise
         with shared.lock:
-            if shared.closed:  # since then: behind its None nothing is run
+            if shared.closed:  # threads end at the None of a close, and run nothing after it
                 raise RuntimeError(f"{self._name}: is closed")
             shared.queue.put(job)
 

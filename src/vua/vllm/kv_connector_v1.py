@@ -266,7 +266,7 @@ class VUAStorageConnector_V1(KVConnectorBase_V1, SupportsHMA):  # noqa: N801
         self._idle = False
         """Whether the current step computes nothing."""
         self._handled = id(None)
-        """Of the exception that is being handled when a step begins: by who runs the engine."""
+        """The id of the exception that the caller of the engine handles when a step begins."""
         try:
             model = describe(vllm_config, kv_cache_config, self._config)
             if role == KVConnectorRole.SCHEDULER:

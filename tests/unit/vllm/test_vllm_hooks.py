@@ -68,7 +68,7 @@ class HooksTest(unittest.TestCase):
             bare_connector("/nowhere", encoder_decoder=True)
 
     def test_passes_that_failed(self) -> None:
-        """An error within the pass counts, and none that whoever runs the engine handles."""
+        """An error in the pass counts. An error that the caller handles meanwhile does not."""
         computed, made = list[bool](), self.connector(strict=False)
         made.worker = SimpleNamespace(
             mark_loads=lambda _: None,
