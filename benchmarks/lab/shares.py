@@ -24,7 +24,6 @@ ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "docs" / "measurements" / "policies.json"
 PAGE = ROOT / "docs" / "performance.md"
 REGION = re.compile(r"(<!-- policies -->\n).*?(<!-- /policies -->)", re.DOTALL)
-HINTS_REGION = re.compile(r"(<!-- hints -->\n).*?(<!-- /hints -->)", re.DOTALL)
 PARTS = (1, 3, 10, 30)
 SHOWN = ("S3-FIFO", "LRU-2", "ARC", "hit density")
 """The file of results has all of `POLICIES`."""
@@ -57,27 +56,6 @@ def hints(requests: list[Request], sizes: list[int]) -> list[dict[str, Any]]:
     if any(request.session is None for request in requests):
         return []
     return [one._asdict() for one in compare(requests, ["hit density", *HINTS], sizes)]
-
-
-def table_of_hints(traces: list[dict[str, Any]]) -> str:
-    """Return the table of what hints bring, Markdown: for each trace the sizes that LRU wastes."""
-    names = ["hit density", *HINTS]
-    lines = [["trace", "room", "LRU", "Belady", *names], ["---", *["--:"] * (3 + len(names))]]
-    for trace in traces:
-        found = {(one["policy"], one["blocks"]): one for one in trace.get("hints", ())}
-        rows = []
-        for part, size in zip(PARTS, sorted({size for _, size in found}), strict=False):
-            low, high = (found[name, size]["hit_ratio"] for name in ("LRU", "Belady"))
-            if high - low >= ALMOST:
-                rows.append((high - low, part, size, low, high))
-        most = max(rows, default=None)
-        for row in rows:
-            _, part, size, low, high = row
-            bold = "**" if row == most else ""
-            cells = [f"{bold}{found[name, size]['covered']:+.2f}{bold}" for name in names]
-            ratios = [f"{low:.4f}".lstrip("0"), f"{high:.4f}".lstrip("0")]
-            lines.append([trace["name"], f"{part} %, {size:,}", *ratios, *cells])
-    return "".join(f"| {' | '.join(cells)} |\n" for cells in lines)
 
 
 def differing(trace: dict[str, Any]) -> list[str]:
@@ -130,11 +108,10 @@ def text(traces: list[dict[str, Any]]) -> str:
 
 def write(traces: list[dict[str, Any]]) -> None:
     """Write the table into the page."""
-    page = PAGE.read_text("utf-8")
-    for region, new in ((REGION, text(traces)), (HINTS_REGION, table_of_hints(traces))):
-        page, many = region.subn(lambda found, new=new: found[1] + new + found[2], page)  # type: ignore[misc]
-        if many != 1:
-            sys.exit(f"{PAGE}: expected {region.pattern} once, found {many}")
+    new = text(traces)
+    page, many = REGION.subn(lambda found: found[1] + new + found[2], PAGE.read_text("utf-8"))
+    if many != 1:
+        sys.exit(f"{PAGE}: expected {REGION.pattern} once, found {many}")
     PAGE.write_text(page, encoding="utf-8")
 
 

@@ -98,17 +98,22 @@ def table(heads: list[str], rows: list[list[str]]) -> str:
     return "".join(f"| {' | '.join(cells)} |\n" for cells in lines).replace("|  |", "| |")
 
 
+def entries(rows: list[tuple[str, str, str]]) -> str:
+    """A list of names, what is in brackets behind each, and its text."""
+    return "".join(f"- `{name}` ({more}). {text}\n" for name, more, text in rows)
+
+
 def connector_settings() -> str:
     """Every setting of the engines' connector."""
     own, rows = descriptions(ConnectorConfig), []
     path = "shared_storage_path"
-    rows.append([f"`{path}`", unit(ConnectorConfig, path), "", own[path]])
+    rows.append((path, unit(ConnectorConfig, path), own[path]))
     for name, value in connector.defaults().items():
         group, _, inner = name.rpartition(".")
         kind = connector._GROUPS[group] if group else ConnectorConfig  # noqa: SLF001
         text = descriptions(kind)[inner]
-        rows.append([f"`{name}`", unit(kind, inner), f"`{json.dumps(value)}`", text])
-    return table(["setting", "values", "default", "what it does, and when to change it"], rows)
+        rows.append((name, f"{unit(kind, inner)}, `{json.dumps(value)}`", text))
+    return entries(rows)
 
 
 def library_settings() -> str:
@@ -118,8 +123,8 @@ def library_settings() -> str:
         shown = {"threads": "CPU cores, at most 4", "security": "`Security()`"}
         default = shown.get(name, f"`{getattr(VUAConfig, name)!r}`")
         sort = "group" if name == "security" else unit(VUAConfig, name)
-        rows.append([f"`{name}`", sort, default, own[name]])
-    return table(["setting", "values", "default", "what it does"], rows)
+        rows.append((name, f"{sort}, {default}", own[name]))
+    return entries(rows)
 
 
 def directory_limits() -> str:
@@ -128,9 +133,7 @@ def directory_limits() -> str:
     options["max_bytes_per_salt"] = "--max-per-salt"
     options["min_free_inodes"] = "--min-free-inodes"
     texts = descriptions(Limits)
-    rows = [[f"`{n}`", unit(Limits, n), f"`vua gc DIR {options[n]} ... --set`", texts[n]]
-            for n in texts]  # fmt: skip
-    return table(["limit", "values", "set by", "what it does"], rows)
+    return entries([(n, f"{unit(Limits, n)}, `{options[n]}`", texts[n]) for n in texts])
 
 
 def metrics() -> str:
@@ -138,13 +141,13 @@ def metrics() -> str:
     rows = []
     for name, one in METRICS.items():
         values = ", ".join(f"`{value}`" for value in one.values)
-        label = f"`{one.label}`" + (f": {values}" if values else "") if one.label else ""
-        rows.append([f"`{name}`", one.kind, label, one.documentation])
-    return table(["metric", "kind", "label", "what it says"], rows)
+        label = f", `{one.label}`" + (f": {values}" if values else "") if one.label else ""
+        rows.append((name, f"{one.kind}{label}", one.documentation))
+    return entries(rows)
 
 
 def _help(text: object) -> str:
-    return re.sub(r"\s+", " ", str(text or "")).replace("%%", "%").replace("|", "\\|")
+    return re.sub(r"\s+", " ", str(text or "")).replace("%%", "%")
 
 
 def _value(one: click.Parameter) -> str:
@@ -160,7 +163,7 @@ def _usage(name: str, command: click.Command) -> str:
     return " ".join([f"vua {name}", *words, "[OPTIONS]"])
 
 
-def _options(command: click.Command) -> Iterator[list[str]]:
+def _options(command: click.Command) -> Iterator[tuple[str, str]]:
     for one in command.params:
         shown = _value(one)
         if ONCE.intersection(one.opts) or (isinstance(one, click.Argument) and shown == "DIR"):
@@ -170,7 +173,7 @@ def _options(command: click.Command) -> Iterator[list[str]]:
         text = _help(getattr(one, "help", None) or getattr(one, "text", ""))
         if isinstance(one.type, click.Choice):
             text += f" ({', '.join(str(choice) for choice in one.type.choices)})"
-        yield [f"`{shown}`", text.strip()]
+        yield shown, text.strip()
 
 
 def commands() -> str:
@@ -182,7 +185,9 @@ def commands() -> str:
         assert command is not None
         parts.append(f"## vua {name}\n\n{command.help} `{_usage(name, command)}`\n\n")
         if rows := list(_options(command)):
-            parts.append(table(["argument", ""], rows) + "\n")
+            width = max(len(shown) for shown, _ in rows)
+            lines = [f"{shown:{width}}  {text}".rstrip() for shown, text in rows]
+            parts.append("\n".join(["```text", *lines, "```\n\n"]))
     return "".join(parts)
 
 

@@ -85,7 +85,7 @@ def pages() -> list[Path]:
 
 def turns() -> list[str]:
     """The lines of the pages, but for the decisions and the history, that have such a turn."""
-    skipped = {"CHANGELOG.md", "mutations.md"}  # which quotes the tests
+    skipped = {"CHANGELOG.md"}
     chosen = [
         page for page in pages() if page.name not in skipped and "decisions" not in page.parts
     ]

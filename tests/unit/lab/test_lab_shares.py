@@ -10,15 +10,7 @@ from helpers import DirectoryTest
 from lab.agents import converted
 from lab.independent import compared
 from lab.replay import Request, read
-from lab.shares import (
-    HINTS_REGION,
-    PAGE,
-    REGION,
-    RESULTS,
-    differing,
-    table_of_hints,
-    text,
-)
+from lab.shares import PAGE, REGION, RESULTS, differing, text
 from mixtures import mixture
 
 
@@ -33,9 +25,6 @@ class TestShares(DirectoryTest):
 
         self.assertEqual(f"{shown[1]}{text(traces)}{shown[2]}", shown[0])
         self.assertEqual([], [one for trace in traces for one in differing(trace)])
-        shown = HINTS_REGION.search(PAGE.read_text())
-        assert shown is not None
-        self.assertEqual(f"{shown[1]}{table_of_hints(traces)}{shown[2]}", shown[0])
 
     def test_agents(self) -> None:
         """Recorded texts become blocks whose ids stand for all of the text before them."""
