@@ -15,7 +15,7 @@ from vua.connector.metrics import METRICS, Metric
 
 def names(page: str) -> set[str]:
     text = (reference.DOCS / page).read_text("utf-8")
-    return set(re.findall(r"^\| `([^`]+)` \|", text, re.MULTILINE))
+    return set(re.findall(r"^- `([^`]+)` \(", text, re.MULTILINE))
 
 
 class ReferenceTest(unittest.TestCase):
