@@ -1,6 +1,6 @@
 """Times the hooks of vLLM's connector: every call of the storage takes 3 s, or options have 5 MB.
 
-    python benchmarks/hooks.py [--rounds 3] [--delay 3] [--json FILE] [--markdown PAGE]
+    python benchmarks/hooks.py [--rounds 3] [--delay 3] [--json FILE]
 
 vLLM itself, with a small model, in the process that is measured: scheduler and worker share its
 thread. The arms take turns within each round, in one engine: *nothing* (a directory in memory),
@@ -42,7 +42,6 @@ from typing import Any, Final
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "tests"))
 from engines import CHUNK
-from house import replace_between
 
 BAR_S: Final = 0.020
 SHOWN_S: Final = 0.001
@@ -412,7 +411,6 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--delay", type=float, default=3.0, metavar="SECONDS", help="of each call")
     parser.add_argument("--json", type=Path, help="also write the results there")
-    parser.add_argument("--markdown", type=Path, help="put the table into this page")
     parser.add_argument("--dir", type=Path, default=Path("/dev/shm"), help="where (%(default)s)")
     asked = parser.parse_args()
     from small_models import ENGINE_ENVIRONMENT, make_model
@@ -445,8 +443,6 @@ def main() -> int:
         asked.json.write_text(
             json.dumps({"about": about, "adapter_s": lora, "hooks": rows}, indent=1) + "\n"
         )
-    if asked.markdown:
-        replace_between(asked.markdown, "hooks", table(rows, about))
     above = {
         f"{hook}, {arm}"
         for hook, cells in rows.items()

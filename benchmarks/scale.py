@@ -17,8 +17,7 @@ store its first chunk; writers' times with and without eviction, by turns; syste
 for an evicted chunk (with strace); how long a burst of eviction holds the interpreter lock (with a
 C compiler).
 
-The directory is removed at the end. `--out` writes the report, `--markdown` puts the table of all
-reports in FILE into a page.
+The directory is removed at the end. `--out` writes the report.
 """
 
 from __future__ import annotations
@@ -50,7 +49,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
 
 from buckets import seaweedfs, speaking_to
 from directory import CODEC, IDENTITY, LAYOUT, PROMPT_CHUNKS, keys_of
-from house import ROOT, replace_between
+from house import ROOT
 from lock import held_clock, library
 from tools import fill
 from vua.capacity import spaces
@@ -751,7 +750,6 @@ def main() -> None:
     parser.add_argument("--use", action="store_true", help="with --engine: it is there already")
     parser.add_argument("--keep", action="store_true", help="do not remove the directory")
     parser.add_argument("--out", type=Path, metavar="FILE", help="put the report there, by kind")
-    parser.add_argument("--markdown", type=Path, metavar="PAGE", help="show all reports of --out")
     parser.add_argument("--work", nargs="+", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.work:
@@ -767,11 +765,6 @@ def main() -> None:
         there = json.loads(options.out.read_text("utf-8")) if options.out.exists() else {}
         there["engine" if options.engine else report["kind"]] = report
         options.out.write_text(json.dumps(there, indent=1) + "\n", encoding="utf-8")
-        if options.markdown:
-            shown_ = [one for name, one in there.items() if name != "engine"]
-            said = " ".join(f"{one['kind']}, {summary(one)}" for one in shown_)
-            text = f"{table(*shown_)}\n{said}"
-            replace_between(options.markdown, "scale", text)
 
 
 if __name__ == "__main__":

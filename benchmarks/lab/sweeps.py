@@ -325,7 +325,7 @@ def text(traces: Sequence[dict[str, Any]]) -> str:
     """Return what stands between the markers."""
     dates = sorted({trace["date"] for trace in traces})
     least = f"The least share of an exact policy's hits is {lowest(traces):.4f}."
-    return f"{table(traces)}\nMeasured on {' and '.join(dates)}. {least}\n"
+    return f"Measured on {' and '.join(dates)}. {least}\n"
 
 
 def main() -> None:

@@ -8,7 +8,7 @@ import unittest
 from helpers import ROOT
 
 NAMED = re.compile(r"`([\w./-]+\.(?:py|c|h|sh))(?:::?\s*([\w., *]+))?`")
-PLACES = ("src", "tests", "benchmarks", "docs", "examples", "bin")
+PLACES = ("src", "tests", "benchmarks", "docs", "examples", "implementations", "bin")
 ELSEWHERE = frozenset({"tests/v1/core/test_scheduler.py"})
 """What is vLLM's."""
 

@@ -6,6 +6,7 @@ import hashlib
 import hmac
 import json
 import re
+import runpy
 import struct
 from pathlib import Path
 from typing import Any
@@ -23,15 +24,13 @@ from vua.store.namespace import Namespace
 
 PAGE = (ROOT / "docs" / "format.md").read_text("utf-8")
 SECTION = PAGE.split("\n## Sealed files\n", 1)[1].split("\n## ", 1)[0]
-(PROGRAM,) = re.findall(r"^```python\n(.*?)^```$", SECTION, re.DOTALL | re.MULTILINE)
+PROGRAM = ROOT / "implementations" / "sealed.py"
 (EXAMPLE,) = re.findall(r"^```\n(key .*?)^```$", SECTION, re.DOTALL | re.MULTILINE)
 
 
 def program() -> dict[str, Any]:
-    """What the page's program defines: `framed`, `derived` and `opened`."""
-    names: dict[str, Any] = {}
-    exec(compile(PROGRAM, "docs/format.md", "exec"), names)
-    return names
+    """What the program of the page defines: `framed`, `derived` and `opened`."""
+    return runpy.run_path(str(PROGRAM))
 
 
 class TestGoldenSealed(DirectoryTest):
