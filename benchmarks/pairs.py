@@ -41,7 +41,6 @@ from e2e.by_transformers import generated, model_of
 from e2e.damage import CHUNK, stored
 from e2e.harness import Batch, Phase, run, tokens
 from e2e.sglang_server import PYTHON, Server, extra_config, wait_until
-from house import replace_between
 from real_model import real_model
 from small_models import make_model
 
@@ -332,7 +331,10 @@ def main() -> None:
         asked.json.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
     print(table(report))
     if asked.markdown:
-        replace_between(asked.markdown, "pairs", table(report))
+        before, rest = asked.markdown.read_text(encoding="utf-8").split("<!-- pairs -->", 1)
+        after = rest.split("<!-- /pairs -->", 1)[1]
+        text = f"{before}<!-- pairs -->\n{table(report)}\n<!-- /pairs -->{after}"
+        asked.markdown.write_text(text, encoding="utf-8")
 
 
 if __name__ == "__main__":
