@@ -15,6 +15,7 @@ import heapq
 import itertools
 import math
 import re
+import time
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -47,6 +48,7 @@ _NAME: Final = re.compile(r"[0-9a-f]{6,64}")
 Level: TypeAlias = Literal["ok", "note", "bad"]
 Ask: TypeAlias = Callable[[str], None]
 """Asks the operator whether to continue. Raises ConfigError if the answer is no."""
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,6 +121,27 @@ class Finding:
     """``note``: VUA works, with less speed or fewer hits. ``bad``: a guarantee does not hold."""
     text: str
     """The meaning, and what to do."""
+
+
+Verdict: TypeAlias = tuple[Level, str]
+"""A finding without its name."""
+
+
+def probed(probes: Mapping[str, Callable[[T], Verdict]], at: T) -> Iterator[Finding]:
+    """Run probes one after the other; one that raises OSError has found something bad."""
+    for name, probe in probes.items():
+        try:
+            level, text = probe(at)
+        except OSError as problem:
+            level, text = "bad", f"the probe failed: {problem.strerror or problem}"
+        yield Finding(name, level, text)
+
+
+def timed(work: Callable[[], object]) -> float:
+    """Return how many seconds some work takes."""
+    began = time.perf_counter()
+    work()
+    return max(time.perf_counter() - began, 1e-9)
 
 
 @dataclass(frozen=True, slots=True)

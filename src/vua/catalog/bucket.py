@@ -1,13 +1,11 @@
 """The catalog of a bucket. Every request costs money: listings name 1,000 objects, headers one.
 
-A bucket deletes by itself by its lifecycle rule; see docs/object-stores.md. Existing rules are read
-with `boto3` if it is installed: `obstore` cannot read them.
+A bucket deletes by itself by its lifecycle rule; see docs/object-stores.md.
 """
 
 from __future__ import annotations
 
 import contextlib
-import importlib
 import io
 import itertools
 import math
@@ -18,7 +16,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
-from typing import Any, Final, TypeVar
+from typing import Final, TypeVar
 from urllib.parse import urlsplit
 
 import numpy as np
@@ -28,15 +26,23 @@ from vua.capacity.limits import Limits, bounds_text
 from vua.capacity.listing import ListedChunk
 from vua.capacity.removal import DeletionTotals
 from vua.capacity.spaces import Show, is_fan
-from vua.catalog.base import MAX_FILE_NBYTES, Demand, Finding, Removal, Rules
+from vua.catalog.base import (
+    MAX_FILE_NBYTES,
+    Demand,
+    Finding,
+    Removal,
+    Rules,
+    Verdict,
+    probed,
+    timed,
+)
 from vua.catalog.check import OpenFile
 from vua.catalog.contents import SHORT, Item
 from vua.catalog.listed import ListedCatalog, ListedNamespace
-from vua.errors import ConfigError, CorruptEntryError, StorageError
+from vua.errors import ConfigError, CorruptEntryError
 from vua.format.entry import MAX_HEADER_NBYTES
 from vua.format.layout import Shard
 from vua.format.parse import EntryInfo, parse_entry
-from vua.io.words import counted
 from vua.security.settings import Security
 from vua.storage.base import Storage, parse_name
 from vua.storage.bucket import Bucket, Meta
@@ -338,7 +344,7 @@ class BucketCatalog(ListedCatalog[BucketNamespace]):
         return tried(self.root, demand)
 
     def rules(self) -> tuple[Rules | None, list[Finding]]:
-        """Make rules from `vua ttl` for VUA's objects alone."""
+        """Make a rule from `vua ttl` for VUA's objects alone."""
         with contextlib.suppress(OSError, ConfigError):
             return rules_at(self.root)
         return None, []
@@ -362,7 +368,7 @@ def _holds_entry(bucket: Bucket, key: str) -> bool:
 
 
 _NBYTES: Final = 2 << 20
-_HEADS: Final = 8
+_AT_ONCE: Final = 8
 _ROUNDS: Final = 4
 """Requests after each other of a load: three rounds of a lookup, and the first object."""
 _DAYS: Final = 30
@@ -384,80 +390,32 @@ def tried(bucket_path: BucketPath, demand: Demand) -> Iterator[Finding]:
     yield Finding("reach", "ok", "it answers, and these credentials may list it")
     if refused is not None:
         yield refused
-    key = (bucket_path / f".doctor-{secrets.token_hex(6)}").key
+    bucket, key = bucket_path.bucket, (bucket_path / f".doctor-{secrets.token_hex(6)}").key
+    probes = {
+        "write": partial(_write, bucket),
+        "speed": partial(_speed, bucket, demand),
+        "deletion": partial(_deletion, bucket),
+    }
     try:
-        speed = partial(_speed, demand=demand)
-        for name, probe in (
-            ("write", _write), ("condition", _condition), ("ranges", _ranges),
-            ("listing", _listing), ("speed", speed), ("deletion", _deletion),
-        ):  # fmt: skip
-            yield _guarded(name, probe, bucket_path.bucket, key)
-        if bucket_path.bucket.scheme == "s3":
-            yield _lifecycle(bucket_path)
+        yield from probed(probes, key)
     finally:
         with suppress(OSError):
-            bucket_path.bucket.delete([key])
+            bucket.delete([key])
 
 
-def _lifecycle(bucket_path: BucketPath) -> Finding:
-    try:
-        ttl_s = read_bucket_bounds(bucket_path).ttl_s
-        rules = rules_of(bucket_path.bucket)
-        names = [one.name for one in bucket_descriptions(bucket_path)]
-        places = [bucket_path / name for name in names] or [bucket_path]
-        found = [judged(rules, prefix_of(one), ttl_s) for one in places]
-        return max(found, key=lambda one: ("ok", "note", "bad").index(one.level))
-    except (OSError, ConfigError) as problem:
-        return Finding("lifecycle", "note", f"not checked: {problem}")
-
-
-def _guarded(
-    name: str, probe: Callable[[Bucket, str], Finding], bucket: Bucket, key: str
-) -> Finding:
-    try:
-        return probe(bucket, key)
-    except OSError as problem:
-        return Finding(name, "bad", f"the probe failed: {problem}")
-
-
-def _write(bucket: Bucket, key: str) -> Finding:
+def _write(bucket: Bucket, key: str) -> Verdict:
     data = np.random.default_rng(0).bytes(_NBYTES)
     bucket.put(key, data)
-    if bytes(bucket.get(key)[1]) != data:
-        return Finding("write", "bad", "what was written came back otherwise")
-    return Finding("write", "ok", "what is written is there at once, byte for byte")
+    if (
+        bytes(bucket.get(key)[1]) != data
+        or bytes(bucket.get(key, 4096, 8192)[1]) != data[4096:12288]
+    ):
+        return "bad", "what was written came back otherwise, or a part of it"
+    return "ok", "what is written is there at once, byte for byte, and so are parts of it"
 
 
-def _condition(bucket: Bucket, key: str) -> Finding:
-    try:
-        bucket.put(key, bytes(8), create=True)
-    except FileExistsError:
-        return Finding("condition", "ok", "If-None-Match is kept: nothing is written twice")
-    bucket.put(key, np.random.default_rng(0).bytes(_NBYTES))
-    text = "If-None-Match is ignored: two writers of one chunk both send it; harmless"
-    return Finding("condition", "note", text)
-
-
-def _ranges(bucket: Bucket, key: str) -> Finding:
-    whole = bytes(bucket.get(key)[1])
-    meta, part = bucket.get(key, 4096, 8192)
-    if bytes(part) != whole[4096:12288] or meta.nbytes != len(whole):
-        return Finding("ranges", "bad", "a range of an object came back wrong")
-    return Finding("ranges", "ok", "parts of objects can be read")
-
-
-def _listing(bucket: Bucket, key: str) -> Finding:
-    began = time.perf_counter()
-    _, found = bucket.folders(key.rpartition("/")[0])
-    took_ms = (time.perf_counter() - began) * 1e3
-    if key not in [one.key for one in found]:
-        return Finding("listing", "note", "a new object is not listed at once")
-    return Finding("listing", "ok", f"a new object is listed at once, in {took_ms:.0f} ms")
-
-
-def _speed(bucket: Bucket, key: str, demand: Demand) -> Finding:
-    head_s = statistics.median(_timed(lambda: bucket.head(key)) for _ in range(_HEADS))
-
+def _speed(bucket: Bucket, demand: Demand, key: str) -> Verdict:
+    head_s = statistics.median(timed(partial(bucket.head, key)) for _ in range(_AT_ONCE))
     problems: list[OSError] = []
 
     def read(_: int) -> None:
@@ -466,74 +424,59 @@ def _speed(bucket: Bucket, key: str, demand: Demand) -> Finding:
         except OSError as problem:
             problems.append(problem)
 
-    took_s = min(_timed(lambda: bucket.each(read, range(_HEADS))) for _ in range(2))
+    took_s = min(timed(partial(bucket.each, read, range(_AT_ONCE))) for _ in range(2))
     if problems:
         raise problems[0]
-    nbytes_s = _HEADS * _NBYTES / took_s
-    return Finding(
-        "speed", "ok", f"a request takes {head_s * 1e3:.1f} ms, {_HEADS} at once read "
-        f"{nbytes_s / 1e9:.2f} GB/s; {demand.judge(nbytes_s, _ROUNDS * head_s)}",
-    )  # fmt: skip
+    nbytes_s = _AT_ONCE * _NBYTES / took_s
+    text = (
+        f"a request takes {head_s * 1e3:.1f} ms, {_AT_ONCE} at once read {nbytes_s / 1e9:.2f} GB/s"
+    )
+    return "ok", f"{text}; {demand.judge(nbytes_s, _ROUNDS * head_s)}"
 
 
-def _timed(work: Callable[[], object]) -> float:
-    began = time.perf_counter()
-    work()
-    return max(time.perf_counter() - began, 1e-9)
-
-
-def _deletion(bucket: Bucket, key: str) -> Finding:
+def _deletion(bucket: Bucket, key: str) -> Verdict:
     bucket.delete([key])
     try:
         bucket.head(key)
     except FileNotFoundError:
-        return Finding("deletion", "ok", "what is deleted is gone")
-    except StorageError as problem:
-        return Finding("deletion", "bad", str(problem))
-    return Finding("deletion", "note", "what is deleted is still seen for a while")
+        return "ok", "what is deleted is gone"
+    return "note", "what is deleted is still seen for a while"
 
 
 # -- the lifecycle rule ---------------------------------------------------------------------------
 
 
 def rules_at(bucket_path: BucketPath) -> tuple[Rules | None, list[Finding]]:
-    """Return rules for `vua ttl`, or 30 days, for the parts of a prefix that only VUA uses.
+    """Return a rule for `aws s3api put-bucket-lifecycle-configuration`, by `vua ttl`, or 30 days.
 
-    None for a store without such rules. Raises StorageError, ConfigError.
+    It leaves out the descriptions (``namespace.json``, ``vua.json``) by their size. If a bucket
+    keeps versions, earlier ones are deleted after a day. None for a store without such rules, and
+    where objects that are not VUA's are below the prefix, as far as the folders of chunks show it.
+    Raises StorageError, ConfigError.
     """
     if bucket_path.bucket.scheme not in ("s3", "memory"):
         return None, []
-    days = days_of(read_bucket_bounds(bucket_path).ttl_s) or _DAYS
-    places = places_of(bucket_path)
-    found = []
-    if places != [bucket_path]:
-        text = "objects that are not VUA's are there: rules for the whole prefix would delete them"
-        found.append(Finding("lifecycle", "note", text))
-    return Rules(days, rules_for(places, days)) if places else None, found
-
-
-def days_of(ttl_s: float | None) -> int | None:
-    """Return a time to live in days, at least one; None for none."""
-    return None if ttl_s is None else max(1, math.ceil(ttl_s / _DAY_S))
-
-
-def prefix_of(bucket_path: BucketPath) -> str:
-    """Return the key prefix of a cache's objects in its bucket."""
-    path = urlsplit(str(bucket_path)).path.strip("/")
-    return f"{path}/" if path else ""
-
-
-def places_of(bucket_path: BucketPath) -> list[BucketPath]:
-    """Return the prefixes that rules may cover: only VUA's objects are below them.
-
-    That is the cache's own prefix, or, if it also holds other objects, the namespaces that hold
-    nothing else. Looks as far as the folders of chunks, by one or two requests per namespace.
-    Raises StorageError.
-    """
     found, others = bucket_contents(bucket_path)
-    known = [bucket_path / one.name for one in found if one.identity is not None]
-    clean = [one for one in known if _is_clean(one)]
-    return [bucket_path] if not others and len(clean) == len(found) else clean
+    if others or not all(one.identity and _is_clean(bucket_path / one.name) for one in found):
+        text = "objects that are not VUA's are there: a rule for the whole prefix would delete them"
+        return None, [Finding("lifecycle", "note", text)]
+    ttl_s = read_bucket_bounds(bucket_path).ttl_s
+    days = _DAYS if ttl_s is None else max(1, math.ceil(ttl_s / _DAY_S))
+    prefix = urlsplit(str(bucket_path)).path.strip("/")
+    rule = {
+        "ID": "vua-unused",
+        "Status": "Enabled",
+        "Filter": {
+            "And": {
+                "Prefix": f"{prefix}/" if prefix else "",
+                "ObjectSizeGreaterThan": _DESCRIPTION_NBYTES,
+            }
+        },
+        "Expiration": {"Days": days},
+        "NoncurrentVersionExpiration": {"NoncurrentDays": 1},
+        "AbortIncompleteMultipartUpload": {"DaysAfterInitiation": 1},
+    }
+    return Rules(days, {"Rules": [rule]}), []
 
 
 def _is_clean(bucket_path: BucketPath) -> bool:
@@ -544,90 +487,3 @@ def _is_clean(bucket_path: BucketPath) -> bool:
     return all(name in known or is_fan(name) for name in names) and not any(
         kind_at(one.key.removeprefix(f"{bucket_path.key}/")) == "stray" for one in objects
     )
-
-
-def rules_for(places: Sequence[BucketPath], days: int) -> dict[str, object]:
-    """Return rules for `aws s3api put-bucket-lifecycle-configuration`, one per prefix.
-
-    They leave out the descriptions (``namespace.json``, ``vua.json``) by their size. If a bucket
-    keeps versions, earlier ones are deleted after a day.
-    """
-    rules = [
-        {
-            "ID": f"vua-unused-{number}" if number else "vua-unused",
-            "Status": "Enabled",
-            "Filter": {
-                "And": {
-                    "Prefix": prefix_of(bucket_path),
-                    "ObjectSizeGreaterThan": _DESCRIPTION_NBYTES,
-                }
-            },
-            "Expiration": {"Days": days},
-            "NoncurrentVersionExpiration": {"NoncurrentDays": 1},
-            "AbortIncompleteMultipartUpload": {"DaysAfterInitiation": 1},
-        }
-        for number, bucket_path in enumerate(places)
-    ]
-    return {"Rules": rules}
-
-
-def rules_of(bucket: Bucket) -> Sequence[Mapping[str, Any]]:
-    """Read a bucket's rules; empty if it has none.
-
-    Raises ConfigError without boto3, StorageError for any other answer, without secrets.
-    """
-    try:
-        boto3, errors = map(importlib.import_module, ("boto3", "botocore.exceptions"))
-    except ImportError as problem:
-        raise ConfigError("that needs the package boto3") from problem
-    try:
-        session = boto3.session.Session()  # boto3's own one keeps the first credentials it saw
-        answer = session.client("s3").get_bucket_lifecycle_configuration(
-            Bucket=urlsplit(bucket.url).netloc
-        )
-    except errors.ClientError as problem:
-        code = str(problem.response.get("Error", {}).get("Code", "no code"))[:60]
-        if code == "NoSuchLifecycleConfiguration":
-            return []
-        raise StorageError(5, f"the server says {code}") from None
-    except errors.BotoCoreError as problem:
-        raise StorageError(5, type(problem).__name__) from None
-    rules: Sequence[Mapping[str, Any]] = answer.get("Rules", [])
-    return rules
-
-
-def judged(rules: Sequence[Mapping[str, Any]], prefix: str, ttl_s: float | None) -> Finding:
-    """Say whether a bucket's rules suit a cache below ``prefix`` with this time to live."""
-    wanted = days_of(ttl_s)
-    found = [
-        days
-        for rule in rules
-        if rule.get("Status") == "Enabled" and prefix.startswith(_prefix(rule))
-        if isinstance(days := rule.get("Expiration", {}).get("Days"), int)
-    ]
-    if not found:
-        text = "no rule deletes unused objects: the cache grows until `vua gc`"
-        return Finding("lifecycle", "note", text)
-    days = min(found)
-    if wanted is None:
-        text = (
-            f"a rule deletes objects {counted(days, 'day')} after the last write, used or not: "
-            f"`vua ttl URL {days}d` has uses renew them"
-        )
-        return Finding("lifecycle", "note", text)
-    if days < wanted:
-        text = (
-            f"a rule deletes objects after {counted(days, 'day')}, too early for the {wanted} "
-            f"of `vua ttl`: change the rule, or `vua ttl URL {days}d`"
-        )
-        return Finding("lifecycle", "bad", text)
-    text = f"a rule deletes objects after {counted(days, 'day')}; uses renew them (ttl {wanted})"
-    return Finding("lifecycle", "ok", text)
-
-
-def _prefix(rule: Mapping[str, Any]) -> str:
-    chosen = rule.get("Filter") or {}
-    for one in (rule, chosen, chosen.get("And") or {}):
-        if one.get("Prefix"):
-            return str(one["Prefix"])
-    return ""

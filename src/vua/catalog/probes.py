@@ -1,24 +1,21 @@
 """Probes of a file system and a host: whether what VUA relies on holds there.
 
-Each probe does what VUA does in a temporary directory, checks the result, and returns one finding.
-None of them tells what another host sees; if that matters the finding says so.
+Each probe does what VUA does in a temporary directory, checks the result, and returns a verdict.
+None of them tells what another host sees.
 """
 
 from __future__ import annotations
 
 import contextlib
 import errno
-import glob
 import mmap
 import os
 import secrets
 import shutil
 import stat
 import statistics
-import subprocess
-import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -30,7 +27,7 @@ from vua import native
 from vua.capacity.limits import ResolvedLimits, read_bounds
 from vua.capacity.lru import server_now_ns
 from vua.capacity.usage import measure
-from vua.catalog.base import Demand, Finding, Level
+from vua.catalog.base import Demand, Finding, Level, Verdict, probed, timed
 from vua.connector.proved import SampleCounts, Tally
 from vua.errors import ConfigError, explained
 from vua.io import posix, vectors
@@ -43,21 +40,12 @@ from vua.storage.mark import claimable
 _PREFIX: Final = ".doctor-"
 _FILE_NBYTES: Final = 2 << 20
 _FILES: Final = 4
-_SMALL_FILES: Final = 32
 _LOOKUPS: Final = 22
 """Names that the lookup of a prompt of 131,072 tokens asks for at most."""
 _FEW_INODES: Final = 10_000
-_CUFILE: Final = (
-    "/usr/lib/*-linux-gnu/libcufile.so*",
-    "/usr/lib64/libcufile.so*",
-    "/usr/local/cuda*/lib64/libcufile.so*",
-    "/usr/local/cuda*/targets/*/lib/libcufile.so*",
-)
 _PAGE: Final = 4096
 _STAMP_STEP_NS: Final = 1000  # see vua.capacity.lru: between a chunk's stamp and its parent's
-_VISIBLE_S: Final = 2.0
 _SKEW_S: Final = 5.0
-_NETWORK: Final = ("nfs", "cifs", "smb", "fuse", "lustre", "gpfs", "ceph", "beegfs", "9p", "wekafs")
 _VOLATILE: Final = ("tmpfs", "ramfs", "overlay")
 
 
@@ -74,16 +62,21 @@ class Mount:
 class ProbeDirectory:
     """The directory in which probes work."""
 
-    path: str
-    """A temporary directory in the cache's directory."""
     fd: int
-    """The same, open."""
+    """A temporary directory in the cache's directory, open."""
     mount: Mount
 
     def create(self, name: str, content: bytes = b"x") -> None:
         """Make a file as VUA does. Raises OSError."""
         with open(make_file(name, os.O_EXCL, dir_fd=self.fd), "wb") as stream:
             stream.write(content)
+
+    @contextlib.contextmanager
+    def opened(self, name: str, flags: int = 0) -> Iterator[int]:
+        """Open a file for reading. Raises OSError."""
+        flags |= os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC
+        with closing_fd(os.open(name, flags, dir_fd=self.fd)) as fd:
+            yield fd
 
 
 def mount_of(path: str, table: str = "/proc/self/mountinfo") -> Mount:
@@ -105,113 +98,75 @@ def mount_of(path: str, table: str = "/proc/self/mountinfo") -> Mount:
     return found
 
 
-def file_system(ground: ProbeDirectory) -> Finding:
-    mount, name = ground.mount, "file system"
+def file_system(ground: ProbeDirectory) -> Verdict:
+    mount = ground.mount
     if mount.kind.startswith("nfs"):
         if {"lookupcache=positive", "lookupcache=pos", "lookupcache=none"} & {*mount.options}:
-            return Finding(name, "ok", f"{mount.kind}, absent names are not cached")
-        return Finding(
-            name,
-            "note",
+            return "ok", f"{mount.kind}, absent names are not cached"
+        return "note", (
             f"{mount.kind} caches absent names for up to 30 s: chunks of other hosts show late, "
-            "which costs hits; mount with lookupcache=positive",
+            "which costs hits; mount with lookupcache=positive"
         )
     if mount.kind in _VOLATILE:
-        return Finding(
-            name, "note", f"{mount.kind}: what is stored goes with the host or container"
-        )
-    return Finding(name, "ok", mount.kind or "unknown: no /proc/self/mountinfo here")
+        return "note", f"{mount.kind}: what is stored goes with the host or container"
+    return "ok", mount.kind or "unknown: no /proc/self/mountinfo here"
 
 
-def publish(ground: ProbeDirectory) -> Finding:
-    name = "publish"
+def publish(ground: ProbeDirectory) -> Verdict:
     ground.create("new", b"content")
     try:
         ground.create("new")
     except FileExistsError:
         pass
     else:
-        return Finding(name, "bad", "O_EXCL makes a file twice: writers may mix; use another disk")
+        return "bad", "O_EXCL makes a file twice: writers may mix; use another disk"
     os.replace("new", "final", src_dir_fd=ground.fd, dst_dir_fd=ground.fd)
-    with open(os.open("final", os.O_RDONLY, dir_fd=ground.fd), "rb") as stream:
-        whole = stream.read() == b"content"
+    with ground.opened("final") as fd:
+        whole = os.read(fd, _PAGE) == b"content"
     if not whole or "new" in os.listdir(ground.fd):
-        return Finding(name, "bad", "a renamed file is not what was written; use another disk")
-    return Finding(name, "ok", "files appear whole, by a rename over nothing")
+        return "bad", "a renamed file is not what was written; use another disk"
+    return "ok", "files appear whole, by a rename over nothing"
 
 
-def symlinks(ground: ProbeDirectory) -> Finding:
-    name = "symbolic links"
-    make_folder("real", dir_fd=ground.fd)
-    ground.create("real/file")
-    try:
-        os.symlink("real", "link", dir_fd=ground.fd)
-    except OSError:
-        return Finding(name, "ok", "there are none on this file system")
-    try:
-        os.close(posix.open_beneath(ground.fd, "link/file"))
-    except OSError as problem:
-        if problem.errno not in (errno.ELOOP, errno.ENOTDIR):
-            raise
-        return Finding(name, "ok", "none is followed below the cache's directory")
-    return Finding(
-        name, "bad", "they are followed, which lets writers redirect VUA; use another disk"
-    )
-
-
-def cached_open(ground: ProbeDirectory) -> Finding:
-    name = "openat2"
+def cached_open(ground: ProbeDirectory) -> Verdict:
     ground.create("seen")
     os.close(posix.open_beneath(ground.fd, "seen"))
     fd = posix.open_cached(ground.fd, "seen")
     if fd is None:
         text = "RESOLVE_CACHED does not answer here: lookups are slower beside a busy thread"
-        return Finding(name, "note", f"{text} (Linux 5.12, and a seccomp filter that allows it)")
+        return "note", f"{text} (Linux 5.12, and a seccomp filter that allows it)"
     close_quietly(fd)
-    return Finding(name, "ok", "names in the kernel's cache are found without waiting")
+    return "ok", "names in the kernel's cache are found without waiting"
 
 
-def cached_read(ground: ProbeDirectory) -> Finding:
-    name = "RWF_NOWAIT"
+def cached_read(ground: ProbeDirectory) -> Verdict:
     ground.create("warm", bytes(_PAGE))
-    with closing_fd(os.open("warm", os.O_RDONLY, dir_fd=ground.fd)) as fd:
-        os.pread(fd, _PAGE, 0)
-        buffer = np.empty(_PAGE, dtype=np.uint8)
-        where = np.array([[buffer.ctypes.data, _PAGE]], dtype=np.uint64)
-        got = vectors.preadv_cached(fd, where.ctypes.data, 1, 0)
-    if got != _PAGE:
-        return Finding(
-            name, "note", "not here: reads of cached files are slower beside a busy thread"
-        )
-    return Finding(name, "ok", "cached bytes are read without waiting")
+    if not _is_cached(ground, "warm"):
+        return "note", "not here: reads of cached files are slower beside a busy thread"
+    return "ok", "cached bytes are read without waiting"
 
 
-def direct(ground: ProbeDirectory) -> Finding:
-    name = "O_DIRECT"
+def direct(ground: ProbeDirectory) -> Verdict:
     ground.create("direct", bytes(_PAGE))
     try:
-        opened = os.open("direct", os.O_RDONLY | os.O_DIRECT, dir_fd=ground.fd)
-        with closing_fd(opened) as fd, mmap.mmap(-1, _PAGE) as page:
+        with ground.opened("direct", os.O_DIRECT) as fd, mmap.mmap(-1, _PAGE) as page:
             whole = os.preadv(fd, [page], 0) == _PAGE
     except OSError as problem:
-        return Finding(name, "note", f"not here ({problem.strerror}): all reads use the page cache")
-    return Finding(name, "ok" if whole else "note", "works" if whole else "reads come back short")
+        return "note", f"not here ({problem.strerror}): all reads use the page cache"
+    return ("ok", "works") if whole else ("note", "reads come back short")
 
 
-def cold(ground: ProbeDirectory) -> Finding:
-    name = "cachestat"
+def cold(ground: ProbeDirectory) -> Verdict:
     ground.create("cold", bytes(_PAGE))
-    with closing_fd(os.open("cold", os.O_RDONLY, dir_fd=ground.fd)) as fd:
+    with ground.opened("cold") as fd:
         os.pread(fd, _PAGE, 0)
-        pages = cached_pages(fd)
-    if not pages:
-        text = "not here (Linux 6.5): files that are not cached are read through the page cache"
-        return Finding(name, "note", text)
-    return Finding(name, "ok", "uncached files are recognised, and read past the page cache")
+        if not cached_pages(fd):
+            text = "not here (Linux 6.5): files that are not cached are read through the page cache"
+            return "note", text
+    return "ok", "uncached files are recognised, and read past the page cache"
 
 
-def modes(ground: ProbeDirectory) -> Finding:
-    name = "permissions"
+def modes(ground: ProbeDirectory) -> Verdict:
     make_folder("private", dir_fd=ground.fd)
     ground.create("private/file")
     file = os.stat("private/file", dir_fd=ground.fd)
@@ -223,15 +178,14 @@ def modes(ground: ProbeDirectory) -> Finding:
     ]
     if wide:
         text = f"{', '.join(wide)}: other users may read what is stored; use another file system"
-        return Finding(name, "bad", text)
+        return "bad", text
     if file.st_uid != os.geteuid():
         text = f"files belong to uid {file.st_uid}, not {os.geteuid()}: the server maps users"
-        return Finding(name, "note", f"{text} (squash); all that it maps so share the cache")
-    return Finding(name, "ok", "directories 0700, files 0600, our own")
+        return "note", f"{text} (squash); all that it maps so share the cache"
+    return "ok", "directories 0700, files 0600, our own"
 
 
-def stamps(ground: ProbeDirectory) -> Finding:
-    name = "time stamps"
+def stamps(ground: ProbeDirectory) -> Verdict:
     make_folder("stamped", dir_fd=ground.fd)
     wanted = os.stat("stamped", dir_fd=ground.fd).st_mtime_ns // 10**9 * 10**9 + 123_456_789
     for one in (wanted, wanted - _STAMP_STEP_NS):
@@ -239,11 +193,11 @@ def stamps(ground: ProbeDirectory) -> Finding:
         off = abs(os.stat("stamped", dir_fd=ground.fd).st_mtime_ns - one)
         if off >= _STAMP_STEP_NS:
             text = f"off by {off / 1e6:g} ms as set: eviction needs microseconds to delete a prefix"
-            return Finding(name, "bad", f"{text} after what builds on it; use another file system")
-    return Finding(name, "ok", f"kept to {'the nanosecond' if off == 0 else 'the microsecond'}")
+            return "bad", f"{text} after what builds on it; use another file system"
+    return "ok", f"kept to {'the nanosecond' if off == 0 else 'the microsecond'}"
 
 
-def clock(ground: ProbeDirectory) -> Finding:
+def clock(ground: ProbeDirectory) -> Verdict:
     before = time.time_ns()
     server = server_now_ns(ground.fd)
     after = time.time_ns()
@@ -251,67 +205,31 @@ def clock(ground: ProbeDirectory) -> Finding:
     text = f"the file system's is {skew_s:+.3f} s from this host's"
     if abs(skew_s) > _SKEW_S:
         text += "; VUA uses only the file system's, but shown ages are wrong: set the clocks (NTP)"
-        return Finding("clock", "note", text)
-    return Finding("clock", "ok", text)
+        return "note", text
+    return "ok", text
 
 
-def visible(ground: ProbeDirectory) -> Finding:
-    """Whether a name that was just missing is seen once another process has made it."""
-    name, path = "visibility", f"{ground.path}/published"
-    if os.path.exists(path):
-        return Finding(name, "bad", "a file that was not made is there")
-    script = "import os, sys; os.close(os.open(sys.argv[1], os.O_CREAT | os.O_WRONLY, 0o600))"
-    subprocess.run(  # noqa: S603 - our own interpreter, our own words
-        [sys.executable, "-I", "-S", "-c", script, path], check=True, timeout=60
-    )
-    start = time.monotonic()
-    while not os.path.exists(path):
-        if time.monotonic() - start > _VISIBLE_S:
-            text = (
-                f"a file of another process is not seen after {_VISIBLE_S:g} s: absent names are "
-            )
-            return Finding(name, "bad", f"{text}cached; on NFS mount with lookupcache=positive")
-        time.sleep(0.01)  # no event tells when another host's file is seen
-    waited_s = time.monotonic() - start
-    if waited_s > 0.1:
-        text = f"a file of another process is seen after {waited_s:.1f} s, which costs hits"
-        return Finding(name, "note", text)
-    text = "files of other processes are seen at once"
-    if ground.mount.kind.startswith(_NETWORK):
-        text += " on this host (of other hosts' this says nothing)"
-    return Finding(name, "ok", text)
-
-
-def hard_links(ground: ProbeDirectory) -> Finding:
+def hard_links(ground: ProbeDirectory) -> Verdict:
     ground.create("one")
     try:
         os.link("one", "two", src_dir_fd=ground.fd, dst_dir_fd=ground.fd)
     except OSError as problem:
         text = f"not here ({problem.strerror}): namespace.json is renamed into place instead"
-        return Finding("hard links", "note", text)
-    return Finding("hard links", "ok", "the first description of a namespace wins")
+        return "note", text
+    return "ok", "the first description of a namespace wins"
 
 
-PROBES: Final[tuple[Callable[[ProbeDirectory], Finding], ...]] = (
-    file_system,
-    publish,
-    symlinks,
-    cached_open,
-    cached_read,
-    direct,
-    cold,
-    modes,
-    stamps,
-    clock,
-    visible,
-    hard_links,
-)
-"""In the order of the report. Each may raise OSError or SubprocessError."""
+PROBES: Final[Mapping[str, Callable[[ProbeDirectory], Verdict]]] = {
+    "file system": file_system, "publish": publish, "openat2": cached_open,
+    "RWF_NOWAIT": cached_read, "O_DIRECT": direct, "cachestat": cold, "permissions": modes,
+    "time stamps": stamps, "clock": clock, "hard links": hard_links,
+}  # fmt: skip
+"""In the order of the report. Each may raise OSError."""
 
 
 def at_rest(root: Path, security: Security) -> list[Finding]:
     """Return the findings that need no writing."""
-    return [_owner(root, security), _space(root), _witness(root, security), _native(), _gds()]
+    return [_owner(root, security), _space(root), _witness(root, security), _native()]
 
 
 def _owner(root: Path, security: Security) -> Finding:
@@ -349,101 +267,57 @@ def tried(root: Path, demand: Demand) -> Iterator[Finding]:
         return
     try:
         with closing_fd(os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)) as fd:
-            ground = ProbeDirectory(path, fd, mount_of(path))
-            for probe in PROBES:
-                yield _guarded(probe, ground)
-            yield _guarded(partial(_speed, demand=demand), ground, "speed")
+            ground = ProbeDirectory(fd, mount_of(path))
+            yield from probed({**PROBES, "speed": partial(_speed, demand=demand)}, ground)
     finally:
         shutil.rmtree(path, ignore_errors=True)
     if os.path.lexists(path):
         yield Finding("removal", "bad", f"{path} could not be removed; remove it by hand")
 
 
-def _guarded(
-    probe: Callable[[ProbeDirectory], Finding], ground: ProbeDirectory, name: str = ""
-) -> Finding:
-    name = name or probe.__name__.replace("_", " ")
-    try:
-        return probe(ground)
-    except OSError as problem:
-        return Finding(name, "bad", f"the probe failed: {problem.strerror or problem}")
-    except subprocess.SubprocessError as problem:
-        return Finding(name, "note", f"the probe failed: {problem}")
-
-
 # -- speed ------------------------------------------------------------------------------------
 
 
-def _speed(ground: ProbeDirectory, demand: Demand) -> Finding:
+def _speed(ground: ProbeDirectory, demand: Demand) -> Verdict:
     content = np.random.default_rng(0).bytes(_FILE_NBYTES)
     names = [f"speed-{number}" for number in range(_FILES)]
-    small = [f"small-{number}" for number in range(_SMALL_FILES)]
-    rates = {"write": _rate(_write, ground, names, content), "warm": _rate(_read, ground, names)}
+    write_s = [timed(partial(_write, ground, name, content)) for name in names]
     told = all(_is_cached(ground, name) for name in names)  # some file systems never say
     for name in names:
-        _drop(ground, name)
+        with ground.opened(name) as fd:
+            os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
     dropped = told and not any(_is_cached(ground, name) for name in names)
-    rates["cold" if dropped else "after a try to drop it from memory"] = _rate(_read, ground, names)
-    publish_s = statistics.median(_timed(_publish, ground, name) for name in small)
-    lookup_s = statistics.median(_timed(_look_up, ground, name) for name in small)
-    words = ", ".join(f"{name} {rate / 1e9:.2f} GB/s" for name, rate in rates.items())
-    text = f"{words}; publish {publish_s * 1e6:.0f} us, look up {lookup_s * 1e6:.0f} us"
-    slowest = list(rates.values())[-1]
-    return Finding("speed", "ok", f"{text}; {demand.judge(slowest, _LOOKUPS * lookup_s)}")
-
-
-def _rate(
-    work: Callable[..., None], ground: ProbeDirectory, names: Sequence[str], *arguments: bytes
-) -> float:
-    return len(names) * _FILE_NBYTES / sum(_timed(work, ground, one, *arguments) for one in names)
-
-
-def _timed(work: Callable[..., None], *arguments: object) -> float:
-    start = time.perf_counter()
-    work(*arguments)
-    return max(time.perf_counter() - start, 1e-9)
-
-
-def _look_up(ground: ProbeDirectory, name: str) -> None:
-    os.stat(name, dir_fd=ground.fd)
+    read_s = sum(timed(partial(_read, ground, name)) for name in names)
+    lookup_s = statistics.median(
+        timed(partial(os.stat, name, dir_fd=ground.fd)) for name in names * _LOOKUPS
+    )
+    nbytes, kind = (
+        _FILES * _FILE_NBYTES,
+        "cold" if dropped else "after a try to drop it from memory",
+    )
+    text = f"write {nbytes / sum(write_s) / 1e9:.2f} GB/s, {kind} {nbytes / read_s / 1e9:.2f} GB/s"
+    text += f"; look up {lookup_s * 1e6:.0f} us"
+    return "ok", f"{text}; {demand.judge(nbytes / read_s, _LOOKUPS * lookup_s)}"
 
 
 def _write(ground: ProbeDirectory, name: str, content: bytes) -> None:
     ground.create(name, content)
-    with _opened(ground, name) as fd:
+    with ground.opened(name) as fd:
         os.fsync(fd)
 
 
 def _read(ground: ProbeDirectory, name: str) -> None:
-    with _opened(ground, name) as fd:
+    with ground.opened(name) as fd:
         while os.read(fd, 1 << 20):
             pass
 
 
-def _publish(ground: ProbeDirectory, name: str) -> None:
-    ground.create(f"{name}.new", bytes(4096))
-    os.replace(f"{name}.new", name, src_dir_fd=ground.fd, dst_dir_fd=ground.fd)
-
-
-def _drop(ground: ProbeDirectory, name: str) -> None:
-    with _opened(ground, name) as fd:
-        os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
-
-
 def _is_cached(ground: ProbeDirectory, name: str) -> bool:
-    page = np.empty(4096, dtype=np.uint8)
+    """Whether the kernel says that a file's first page is in memory."""
+    page = np.empty(_PAGE, dtype=np.uint8)
     where = np.array([[page.ctypes.data, page.nbytes]], dtype=np.uint64)
-    with _opened(ground, name) as fd:
-        got = vectors.preadv_cached(fd, where.ctypes.data, 1, _FILE_NBYTES // 2)
-    return got == page.nbytes
-
-
-@contextlib.contextmanager
-def _opened(ground: ProbeDirectory, name: str) -> Iterator[int]:
-    with closing_fd(
-        os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=ground.fd)
-    ) as fd:
-        yield fd
+    with ground.opened(name) as fd:
+        return vectors.preadv_cached(fd, where.ctypes.data, 1, 0) == _PAGE
 
 
 # -- the host -----------------------------------------------------------------------------------
@@ -502,15 +376,3 @@ def _native() -> Finding:
     found = native.status()
     level: Level = "bad" if found.refused else "ok" if found.library else "note"
     return Finding("native loop", level, found.text)
-
-
-def _gds() -> Finding:
-    """Whether a cuFile library is installed; it is neither loaded nor called."""
-    beside = [os.path.join(one, "nvidia/cu*/lib/libcufile.so*") for one in sys.path if one]
-    beside += [os.path.join(one, "nvidia/cufile/lib/libcufile.so*") for one in sys.path if one]
-    named = os.environ.get("LD_LIBRARY_PATH", "").split(":")
-    beside += [os.path.join(one, "libcufile.so*") for one in named if one]
-    found = sorted(path for pattern in (*beside, *_CUFILE) for path in glob.glob(pattern))
-    if found:
-        return Finding("GDS", "ok", f"cuFile is installed ({found[0]}); it was not called")
-    return Finding("GDS", "ok", "no cuFile library: K and V go through host memory")

@@ -56,8 +56,8 @@ from vua.storage.description import Description
 from vua.storage.names import SUFFIX
 
 _PLAIN: Final = frozenset(
-    ["publish", "symbolic links", "openat2", "RWF_NOWAIT", "O_DIRECT", "cachestat", "permissions",
-     "time stamps", "visibility", "hard links"]
+    ["publish", "openat2", "RWF_NOWAIT", "O_DIRECT", "cachestat", "permissions", "time stamps",
+     "hard links"]
 )  # fmt: skip
 """Findings without a figure: passed, they are one row; `--json` has them all."""
 

@@ -3,7 +3,6 @@ from __future__ import annotations
 import json
 import logging
 import time
-import unittest
 from unittest import mock
 
 import pytest
@@ -12,11 +11,8 @@ import torch
 from buckets import memory_url, seaweedfs, speaking_to
 from commands import run, run_json
 from helpers import DirectoryTest, caches_of, namespace_of
-from vua.catalog import bucket as lifecycle
 from vua.core import VUA, VUAConfig
-from vua.errors import ConfigError
 from vua.storage.bucket import Bucket
-from vua.storage.location import BucketPath
 
 pytest.importorskip("obstore")
 
@@ -82,7 +78,6 @@ class BucketCliTest(DirectoryTest):
         code, report = run_json("doctor", self.url)
         self.assertEqual(0, code, report)
         levels = {one["name"]: one["level"] for one in report["findings"]}
-        levels.pop("lifecycle", None)
         self.assertEqual({"ok"}, set(levels.values()), report)
         self.assertEqual(30, report["lifecycle"]["Rules"][0]["Expiration"]["Days"])
         self.assertEqual(before, [one.key for one in self.bucket.walk()])
@@ -318,39 +313,6 @@ class BucketCliTest(DirectoryTest):
         self.assertIn("requests:", out)
 
 
-class LifecycleTest(unittest.TestCase):
-    """What a bucket's rules mean for a cache below `p/cache/`, whose objects live for two days."""
-
-    def test_judged(self) -> None:
-        """A rule has to be there, for this prefix, and not earlier than the objects' life."""
-
-        def rule(days: int, prefix: str = "p/", status: str = "Enabled") -> dict[str, object]:
-            return {"Status": status, "Filter": {"Prefix": prefix}, "Expiration": {"Days": days}}
-
-        def level(*rules: dict[str, object], ttl_s: float | None = 2 * 86400) -> str:
-            return lifecycle.judged(rules, "p/cache/", ttl_s).level
-
-        self.assertEqual("note", level())
-        self.assertEqual("ok", level(rule(2)))
-        self.assertEqual("ok", level(rule(30), rule(7)))
-        self.assertEqual("bad", level(rule(30), rule(1)))
-        self.assertEqual("note", level(rule(2), ttl_s=None))
-        self.assertEqual("note", level(rule(2, status="Disabled")))
-        self.assertEqual("note", level(rule(2, prefix="q/")))
-        old_form = {"Status": "Enabled", "Prefix": "p/cache/", "Expiration": {"Days": 1}}
-        self.assertEqual("bad", level(old_form))
-        place = BucketPath(Bucket.at(memory_url()))
-        self.assertIn(lifecycle.prefix_of(place), json.dumps(lifecycle.rules_for([place], 7)))
-
-    def test_without_boto3(self) -> None:
-        """It is said that the rules are not checked, and why."""
-        with (
-            mock.patch.dict("sys.modules", {"boto3": None}),
-            self.assertRaisesRegex(ConfigError, "boto3"),
-        ):
-            lifecycle.rules_of(Bucket.at(memory_url()))
-
-
 @pytest.mark.thorough
 class SeaweedFSCliTest(BucketCliTest):
     """The same on a real server."""
@@ -359,24 +321,6 @@ class SeaweedFSCliTest(BucketCliTest):
         """Return the URL of an empty place of its bucket."""
         self.enterContext(speaking_to(seaweedfs().endpoint))
         return seaweedfs().place()
-
-    def test_lifecycle(self) -> None:
-        """The rules of a bucket are asked for; the one that is printed fits."""
-        boto3 = pytest.importorskip("boto3")
-        self.assertEqual(0, run("ttl", self.url, "3d")[0])
-        code, report = run_json("doctor", self.url)
-        found = {one["name"]: one for one in report["findings"]}["lifecycle"]
-        self.assertEqual((0, "note"), (code, found["level"]), found)
-        self.assertIn("no rule", found["text"])
-        s3 = boto3.session.Session().client("s3")
-        rules = report["lifecycle"]
-        s3.put_bucket_lifecycle_configuration(Bucket="vua", LifecycleConfiguration=rules)
-        self.addCleanup(s3.delete_bucket_lifecycle, Bucket="vua")
-        code, report = run_json("doctor", self.url)
-        found = {one["name"]: one for one in report["findings"]}["lifecycle"]
-        self.assertEqual((0, "ok"), (code, found["level"]), found)
-        self.assertEqual(0, run("ttl", self.url, "30d")[0])
-        self.assertEqual(1, run("doctor", self.url)[0])
 
     def test_gc(self) -> None:
         """Its times are whole seconds: only that it stays within the limit."""

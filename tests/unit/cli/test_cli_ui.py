@@ -58,9 +58,7 @@ class WordsTest(CliTest):
         known = {one["model"]: one["chunks"] for one in seen["namespaces"]}
         self.assertEqual({"llama": 3, "qwen": 1}, known)
         levels = {one["name"]: one["level"] for one in seen["findings"]}
-        self.assertEqual(
-            {"owner", "space", "witness", "native loop", "GDS", "files"}, levels.keys()
-        )
+        self.assertEqual({"owner", "space", "witness", "native loop", "files"}, levels.keys())
         self.assertEqual("ok", levels["files"])
         self.assertEqual("4 chunks in 2 namespaces", seen["summary"])
         self.assertEqual(before, contents(self.root))

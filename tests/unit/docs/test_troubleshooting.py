@@ -39,7 +39,7 @@ ELSEWHERE: Final = {
     '"this engine is served without a stored KV cache".': "unit/vllm/test_refusals.py: test_rows",
     "Hits only on the same host.": "unit/cli/test_cli_doctor.py: test_mounts test_other_user",
     "Less is loaded than is stored.": "unit/cli/test_cli_explain.py: test_whole_blocks",
-    "Loads are slow.": "unit/cli/test_cli_doctor.py: test_break_even test_direct test_speed",
+    "Loads are slow.": "unit/cli/test_cli_doctor.py: test_break_even test_broken test_speed",
     "Chunks push other files out of memory.": "unit/cli/test_cli_doctor.py: test_cold",
     '"is not what this engine computes"': "unit/connector/test_witness.py: test_who_is_believed",
     "A process was killed.": "unit/capacity/test_gc.py: test_leftovers",
