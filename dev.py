@@ -661,16 +661,9 @@ def shares(*arguments: str) -> int:
     return run("-m", "lab.shares", *arguments, paths=("src", "benchmarks", str(simulators)))
 
 
-def models(*arguments: str) -> int:
-    """Runs the tests of each class of models, and writes docs/models.md: NAME ..., --page."""
-    if {"--page", "--log"}.isdisjoint(arguments) and install_sglang():  # some rows are SGLang's
-        os.environ["VUA_SGLANG_PYTHON"] = str(SGLANG / "bin" / "python")
-    return run("tests/model_classes.py", *arguments, paths=("src", "tests"))
-
-
-def recipe(*arguments: str) -> int:
-    """Stores, resets and loads a small model of each class; the answers are the same: NAME ..."""
-    return run("tests/recipes.py", *arguments, paths=("src", "tests"))
+def models() -> int:
+    """Writes the tables of docs/models.md."""
+    return run("tests/model_classes.py", paths=("src", "tests"))
 
 
 def olympics(*arguments: str) -> int:
@@ -801,7 +794,7 @@ TARGETS = {
             llama_cpp,
             lmcache,
         ),
-        *(lint, format_, docs, bench, replay, shares, plots, models, recipe),
+        *(lint, format_, docs, bench, replay, shares, plots, models),
         *(
             tools,
             azurite,

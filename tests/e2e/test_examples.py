@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import io
 import itertools
+import json
 import os
 import re
 import runpy
@@ -19,7 +20,7 @@ from unittest import mock
 
 import pytest
 
-from e2e.harness import SOURCE
+from e2e.harness import ENVIRONMENT, SOURCE, llama
 from e2e.sglang_server import PYTHON, Server, extra_config
 from helpers import ROOT, DirectoryTest
 from real_model import first_layers, wheel_file
@@ -114,6 +115,17 @@ class ExamplesTest(DirectoryTest):
         for row in rows:
             without, with_it = (int(cell.split()[0]) for cell in row.split("|")[2:4])
             self.assertGreater(with_it, without + 15, row)
+
+    @pytest.mark.vllm
+    def test_recipe(self) -> None:
+        """A model's chunks are stored and loaded; the answer stays."""
+        same = {"block_size": 32, "dtype": "float32", "max_model_len": 4096}
+        same |= {"kv_cache_memory_bytes": 128 << 20, "skip_tokenizer_init": True}
+        words = [str(llama()), "--path", str(self.root / "kv"), "--engine", json.dumps(same)]
+        extra = json.dumps({"witness_every": 0, "timeouts": {"lookup_s": 60.0}})
+        program = [sys.executable, str(EXAMPLES / "recipe.py"), *words, "--extra", extra]
+        environment = {**os.environ, **ENVIRONMENT, "PYTHONPATH": str(SOURCE)}
+        self.assertEqual(0, subprocess.run(program, env=environment, check=False).returncode)
 
     @pytest.mark.vllm
     def test_engines(self) -> None:
