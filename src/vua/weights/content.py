@@ -20,7 +20,8 @@ import json
 import os
 import random
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import CancelledError
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -280,70 +281,46 @@ def _digests(fd: int, parts: Sequence[_Part], work: Work) -> list[str]:
 
 def _hash(fd: int, pieces: Sequence[tuple[int, int]], work: Work) -> list[bytes]:
     found: list[bytes] = [b""] * len(pieces)
-    if sum(nbytes for _, nbytes in pieces) <= _SMALL_NBYTES:
-        _hash_some(fd, pieces, iter(range(len(pieces))), found, work)
-        return found
-    todo, failed = _Numbers(len(pieces)), list[BaseException]()
+    todo, failed = deque(enumerate(pieces)), list[BaseException]()
 
     def run() -> None:
+        buffer = memoryview(bytearray(max((nbytes for _, nbytes in pieces), default=0)))
+        while True:
+            try:
+                number, (at, nbytes) = todo.popleft()
+            except IndexError:  # another thread has taken the last one
+                return
+            _read_into(fd, buffer[:nbytes], at)
+            found[number] = hashlib.sha256(buffer[:nbytes]).digest()
+            work.did(nbytes)
+
+    def run_beside() -> None:
         try:
             with contextlib.suppress(OSError):  # Linux knows a niceness of each thread
                 niceness = max(_NICENESS, os.getpriority(os.PRIO_PROCESS, 0))
                 os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), niceness)
-            _hash_some(fd, pieces, todo, found, work)
+            run()
         except BaseException as problem:  # noqa: BLE001 - raised in the caller's thread
-            todo.end()
+            todo.clear()
             failed.append(problem)
 
+    if sum(nbytes for _, nbytes in pieces) <= _SMALL_NBYTES:
+        run()
+        return found
     count = min(_MAX_THREADS, len(os.sched_getaffinity(0)))
-    threads = [threading.Thread(target=run, name="vua-weights", daemon=True) for _ in range(count)]
+    threads = [
+        threading.Thread(target=run_beside, name="vua-weights", daemon=True) for _ in range(count)
+    ]
     try:
         for thread in threads:
             thread.start()
-    finally:
-        try:
-            for thread in threads:
-                if thread.ident is not None:
-                    thread.join()
-        except BaseException:  # Ctrl-C: close the file only when no thread reads it
-            todo.end()
-            for thread in threads:
-                thread.join()
-            raise
+        for thread in threads:
+            thread.join()
+    finally:  # after Ctrl-C they end with their present piece, of which nothing is used
+        todo.clear()
     if failed:
         raise failed[0]
     return found
-
-
-class _Numbers(Iterator[int]):
-    def __init__(self, count: int) -> None:
-        self._lock, self._next, self._count = threading.Lock(), 0, count
-
-    def __next__(self) -> int:
-        with self._lock:
-            if self._next >= self._count:
-                raise StopIteration
-            self._next += 1
-            return self._next - 1
-
-    def end(self) -> None:
-        with self._lock:
-            self._count = 0
-
-
-def _hash_some(
-    fd: int,
-    pieces: Sequence[tuple[int, int]],
-    numbers: Iterator[int],
-    found: list[bytes],
-    work: Work,
-) -> None:
-    buffer = memoryview(bytearray(max((nbytes for _, nbytes in pieces), default=0)))
-    for number in numbers:
-        at, nbytes = pieces[number]
-        _read_into(fd, buffer[:nbytes], at)
-        found[number] = hashlib.sha256(buffer[:nbytes]).digest()
-        work.did(nbytes)
 
 
 def _read(fd: int, nbytes: int, at: int) -> bytes:

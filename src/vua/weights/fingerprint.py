@@ -203,7 +203,6 @@ def _digest(folder: Path, files: Iterable[Path]) -> str:
 _FORMAT: Final = "vua.weights.v2"
 _MAX_NBYTES: Final = 64 << 20
 _MAX_FILES: Final = 4096
-_KEPT_FILES: Final = 3072
 _TOUCHED_S: Final = 86_400.0
 _POLL_S: Final = 0.05
 CLOCK_TICK_S: Final = 0.02
@@ -217,24 +216,27 @@ def recall(key: str) -> dict[str, Any] | None:
     if folder is None:
         return None
     try:
-        fd = os.open(_entry_path(folder, key), _READ)
-        with open(fd, "rb") as stream:  # noqa: PTH123
-            found = os.fstat(fd)
-            if not (stat.S_ISREG(found.st_mode) and _is_ours(found)):
-                return None
-            digest, _, body = stream.read(_MAX_NBYTES).partition(b"\n")
-            if time.time() - found.st_mtime > _TOUCHED_S:  # the oldest ones are deleted first
-                os.utime(fd)
-    except OSError:
-        return None
-    if digest != hashlib.sha256(body).hexdigest().encode():
-        return None
-    try:
+        path = _entry_path(folder, key)
+        digest, _, body = _read_trusted(path, os.geteuid()).partition(b"\n")
+        if digest != hashlib.sha256(body).hexdigest().encode():
+            return None
+        if time.time() - path.stat().st_mtime > _TOUCHED_S:  # the oldest ones are deleted first
+            os.utime(path)
         read = json.loads(body)
         sound = read["format"] == _FORMAT and read["key"] == key
         return dict(read["value"]) if sound else None
-    except (ValueError, TypeError, LookupError, RecursionError):
+    except (OSError, ValueError, TypeError, LookupError, RecursionError):
         return None
+
+
+def _read_trusted(path: Path, *owners: int) -> bytes:
+    """Return a file that one of these users owns and no other may write. Raises OSError."""
+    fd = os.open(path, _READ)
+    with open(fd, "rb") as stream:  # noqa: PTH123
+        found = os.fstat(fd)
+        if not stat.S_ISREG(found.st_mode) or not _is_of(found, *owners):
+            raise PermissionError(f"{path}: somebody else may have written it")
+        return stream.read(_MAX_NBYTES)
 
 
 def remember(key: str, value: dict[str, Any]) -> None:
@@ -246,7 +248,9 @@ def remember(key: str, value: dict[str, Any]) -> None:
     with contextlib.suppress(OSError):
         text = hashlib.sha256(body).hexdigest().encode() + b"\n" + body
         atomic_write(_entry_path(folder, key), text)
-        _delete_oldest(folder)
+        found = [file for file in folder.iterdir() if file.suffix != ".lock"]
+        if len(found) > _MAX_FILES:
+            min(found, key=lambda file: file.lstat().st_mtime).unlink()
 
 
 @contextlib.contextmanager
@@ -302,7 +306,7 @@ def _folder(*, create: bool) -> Path | None:
     try:
         if create and not folder.exists() and _may_create(folder):
             make_folders(folder)
-        private = all(_is_ours(part.lstat()) for part in (folder.parent, folder))
+        private = all(_is_of(part.lstat(), os.geteuid()) for part in (folder.parent, folder))
         return folder if private and folder.is_dir() else None
     except OSError:
         return None
@@ -314,25 +318,8 @@ def _may_create(folder: Path) -> bool:
     return os.geteuid() != 0 or there.stat().st_uid == 0
 
 
-def _is_ours(found: os.stat_result) -> bool:
-    others_write = found.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
-    return found.st_uid == os.geteuid() and not others_write
-
-
-def _delete_oldest(folder: Path) -> None:
-    found = [file for file in folder.iterdir() if file.suffix != ".lock"]
-    if len(found) <= _MAX_FILES:
-        return
-    found.sort(key=_mtime_s)
-    for file in found[: len(found) - _KEPT_FILES]:
-        file.unlink(missing_ok=True)
-
-
-def _mtime_s(file: Path) -> float:
-    try:
-        return file.lstat().st_mtime
-    except OSError:
-        return 0.0
+def _is_of(found: os.stat_result, *owners: int) -> bool:
+    return found.st_uid in owners and not found.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
 
 
 _VERSION: Final = "vua.weights.v2"
@@ -491,14 +478,7 @@ class KnownFile:
         """Return what a note beside the file says of it, if that is believed."""
         note = self.path.parent / NOTE
         try:
-            fd = os.open(note, _READ)
-            with open(fd, "rb") as stream:  # noqa: PTH123
-                status = os.fstat(fd)
-                others = status.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
-                trusted = status.st_uid in (0, os.geteuid()) and not others
-                if not (stat.S_ISREG(status.st_mode) and trusted):
-                    return None
-                read = json.loads(stream.read(_MAX_NBYTES))
+            read = json.loads(_read_trusted(note, 0, os.geteuid()))
             said = read["files"][self.path.name] if read["format"] == _NOTE_FORMAT else {}
             same = [self.state.nbytes, self.state.mtime_ns // 10**9]
             if [said["nbytes"], said["mtime_s"]] != same:
