@@ -91,7 +91,7 @@ def engine(settings: dict[str, Any], root: Path, prompts: Prompts) -> None:
 
 def in_transformers(settings: dict[str, Any], root: Path, prompts: Prompts) -> None:
     """Compute prompts with transformers; in a process of its own."""
-    from transformers import AutoModelForCausalLM, DynamicCache
+    from transformers import AutoModelForCausalLM
 
     from vua.transformers import PrefixCache
 
@@ -99,7 +99,7 @@ def in_transformers(settings: dict[str, Any], root: Path, prompts: Prompts) -> N
     model = AutoModelForCausalLM.from_pretrained(settings["model"], dtype=dtype).eval()
     with PrefixCache(model, root, share=True) as prefixes, torch.inference_mode():
         for prompt in prompts:
-            cache = DynamicCache(config=model.config)
+            cache = prefixes.load(prompt[:1]).cache
             model(torch.tensor([prompt]), past_key_values=cache, use_cache=True)
             prefixes.save(torch.tensor([prompt]), cache)
 

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import torch
 import transformers
-from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache, PreTrainedModel
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from transformers.generation.streamers import BaseStreamer
 
 sys.path.append(str(Path(__file__).resolve().parent.parent / "tests"))
@@ -52,20 +52,17 @@ def run(
     with PrefixCache(model, path) as prefixes:
         prefixes.ready()  # the weights are identified: once, then remembered
         clock = FirstToken()  # loading counts
-        cache, loaded = DynamicCache(), 0
-        if load:
-            prefix = prefixes.load(ids)
-            cache, loaded = prefix.cache, prefix.num_tokens
+        prefix = prefixes.load(ids if load else ids[:, :1])  # of one token nothing is loaded
         output = model.generate(
             ids,
             attention_mask=torch.ones_like(ids),
-            past_key_values=cache,
+            past_key_values=prefix.cache,
             max_new_tokens=new_tokens,
             do_sample=False,
             streamer=clock,
         )
-        prefixes.save(output, cache)
-    return output[0, ids.shape[1] :].tolist(), loaded, clock.seconds or 0.0
+        prefixes.save(output, prefix.cache)
+    return output[0, ids.shape[1] :].tolist(), prefix.num_tokens, clock.seconds or 0.0
 
 
 def prompt_ids(model_path: Path, length: int) -> torch.Tensor:

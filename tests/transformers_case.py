@@ -28,14 +28,16 @@ def prompt_of(tokens: int, most: int = 512) -> torch.Tensor:
     return torch.randint(4, most, (1, tokens), generator=torch.Generator().manual_seed(1))
 
 
-def computed(model: Any, ids: torch.Tensor, cache: Any = None) -> Any:
-    """The cache after a model has computed ids, (B, T), by default one that was empty."""
-    from transformers import DynamicCache
-
-    filled = DynamicCache() if cache is None else cache
+def computed(model: Any, ids: torch.Tensor, cache: Any) -> Any:
+    """A cache after a model has computed ids, (B, T)."""
     with torch.no_grad():
-        model(ids, past_key_values=filled)
-    return filled
+        model(ids, past_key_values=cache)
+    return cache
+
+
+def empty(prefixes: Any) -> Any:
+    """A cache of a `PrefixCache` in which nothing is."""
+    return prefixes.load([0]).cache
 
 
 @unittest.skipUnless(util.find_spec("transformers"), "transformers is not installed")

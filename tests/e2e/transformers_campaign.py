@@ -80,47 +80,6 @@ class Found:
         return self.counts["chunks found by unchanged models"] / whole if whole else None
 
 
-def _attention(model: Any, noise: torch.Generator) -> None:
-    now = model.config._attn_implementation
-    model.set_attn_implementation("eager" if now == "sdpa" else "sdpa")
-
-
-def _config(model: Any, noise: torch.Generator) -> None:
-    model.config.rope_parameters = {"rope_type": "default", "rope_theta": 77.0}
-
-
-def _buffer(model: Any, noise: torch.Generator) -> None:
-    for name, buffer in model.named_buffers():
-        if "inv_freq" in name:
-            buffer.data *= 0.7
-
-
-def _function(model: Any, noise: torch.Generator) -> None:
-    attention = model.model.layers[-1].self_attn
-    before = attention.v_proj.forward
-    attention.v_proj.forward = lambda x: before(x) * 2
-
-
-def _forward_of_a_class(model: Any, noise: torch.Generator) -> None:
-    norm = model.model.layers[0].input_layernorm
-
-    class Louder(type(norm)):  # type: ignore[misc]
-        def forward(self, *args: Any) -> Any:
-            return super().forward(*args) * 1.5
-
-    norm.__class__ = Louder
-
-
-_OTHERS: Final[dict[str, Callable[[Any, torch.Generator], Any]]] = {
-    "another attention": _attention,
-    "the config": _config,
-    "buffers' data": _buffer,
-    "a patched projection": _function,
-    "a norm's class": _forward_of_a_class,
-}
-ALL: Final = {**CHANGES, **_OTHERS}
-
-
 class Kind:
     """A checkpoint, its directory, and the prompts that were asked of it."""
 
@@ -176,8 +135,8 @@ class Trial:
         self.kind, self.found = kind, found
         self.way = rng.choice(WAYS)
         names = sorted(
-            {"undone": _WEIGHTS, "before": {*ALL, *ONLY_BEFORE, *PLACES}}.get(
-                self.way, {*ALL, *PLACES}
+            {"undone": _WEIGHTS, "before": {*CHANGES, *ONLY_BEFORE, *PLACES}}.get(
+                self.way, {*CHANGES, *PLACES}
             )
         )
         self.stack = ExitStack()
@@ -186,7 +145,7 @@ class Trial:
             names = [name for name in names if name not in _UNLIKE_EACH_TIME]
         self.names = [rng.choice(names)]
         if rng.random() < 0.3 and self.way != "undone":
-            self.names.append(rng.choice([name for name in names if name in ALL]))
+            self.names.append(rng.choice([name for name in names if name in CHANGES]))
         if "quantised" in self.names:
             self.names = ["quantised"]
         self.attention = rng.choice(("eager", "sdpa"))
@@ -209,7 +168,7 @@ class Trial:
             if name in PLACES:
                 self.stack.enter_context(PLACES[name](model))
             else:
-                model = {**ALL, **ONLY_BEFORE}[name](model, noise) or model
+                model = {**CHANGES, **ONLY_BEFORE}[name](model, noise) or model
         return model
 
     def answer(self, prompt: torch.Tensor) -> list[int]:

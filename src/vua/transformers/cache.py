@@ -14,7 +14,6 @@ import logging
 import os
 import threading
 import time
-import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -31,11 +30,12 @@ from vua.format.identity import Identity
 from vua.format.layout import KVLayout
 from vua.io.forks import new_lock
 from vua.serdes import DTYPE_NAMES, DTYPES
+from vua.store.agreement import distances
 from vua.store.identified import LazyStore
 from vua.store.place import locate
 from vua.transformers.layers import LayerCache, StoredLayers, first_filled
 from vua.transformers.mark import Mark, light_mark, mark_of, tensor_mark
-from vua.transformers.model import LAYERS, Description, NoIdentityError, unwrapped
+from vua.transformers.model import Description, NoIdentityError, unwrapped
 from vua.transformers.probe import first_keys
 from vua.transformers.stores import Engine, Stores
 from vua.transformers.tensors import device_of, sums
@@ -166,14 +166,12 @@ class _Note:
         self,
         model: Any,
         state: State | None,
-        ids: torch.Tensor,
-        computed: Callable[[int, int, int, float], None],
+        rows: Sequence[Row],
+        measured: Callable[[int, int, int, float], None],
     ) -> None:
-        self._model, self.state, self.ids = model, state, ids
-        self._computed = computed
-        self.light, self.tensors = light_mark(model), tensor_mark(model)
-        self.paddings: list[int] = []
-        """The keys of the rows of ``ids``."""
+        """``measured``: is told how long each prefill took; its object's `load` makes this."""
+        self._model, self.state, self.rows, self.measured = model, state, rows, measured
+        self._light, self._tensors = light_mark(model), tensor_mark(model)
         self.loaded = 0
         """Columns that the cache was filled with."""
         self._prefill: tuple[int, int, int, float] | None = None
@@ -195,7 +193,7 @@ class _Note:
         if self._prefill is not None:
             rows, before, columns, began_s = self._prefill
             self._prefill = None
-            self._computed(rows, before, columns, clock() - began_s)
+            self.measured(rows, before, columns, clock() - began_s)
 
     def check_model(self, k: torch.Tensor, before: int) -> None:
         """Check the model that computes ``k``, [rows, heads, columns, dim], after other columns.
@@ -207,13 +205,13 @@ class _Note:
             rows, columns = k.shape[0], k.shape[2]
             if columns > 1:
                 self._prefill = (rows, before, columns, clock())
-            if not self.problem and light_mark(self._model) != self.light:
+            if not self.problem and light_mark(self._model) != self._light:
                 self.problem = "a hook, a mode or a module changed while the model computed"
         except Exception as problem:  # noqa: BLE001 - the model's own, of any kind
             self.problem = f"the model cannot be looked at ({reason_of(problem)})"
 
     def change(self) -> str:
-        if not self.problem and tensor_mark(self._model) != self.tensors:
+        if not self.problem and tensor_mark(self._model) != self._tensors:
             self.problem = "a tensor was replaced or written to while the model computed"
         return self.problem
 
@@ -332,7 +330,6 @@ class PrefixCache:
             return Stores(identity, described, stored, share=share and described is first)
 
         self._open = opened
-        self._notes = weakref.WeakKeyDictionary[DynamicCache, _Note]()
         with _describing():
             self._state = State(described, mark, opened)
             self._states, self._refused = [self._state], Mark()
@@ -388,7 +385,6 @@ class PrefixCache:
     def load(
         self,
         input_ids: torch.Tensor | Sequence[int],
-        cache: DynamicCache | None = None,
         *,
         attention_mask: torch.Tensor | None = None,
     ) -> Prefix:
@@ -396,34 +392,22 @@ class PrefixCache:
 
         At least one token of each sequence is left, because `generate` must compute one. Before the
         model is identified nothing is found. For a batch, as many columns are filled as all of its
-        sequences have; a sequence that begins with padding is stored without it.
+        sequences have; a sequence that begins with padding is stored without it. The cache keeps
+        every token, also of sliding windows, and checks the model each time it is filled.
 
         Args:
             input_ids: one sequence, (T,), or a batch, (B, T), padded on the left.
-            cache: an empty cache to fill. By default a `DynamicCache()`, which keeps every token,
-                so that it can be saved again, and which checks the model each time it is filled.
-                `DynamicCache(config=model.config)` holds less if the model has sliding windows, but
-                then only the first chunks can be saved.
             attention_mask: of the shape of ``input_ids``, 0 for padding. By default no padding.
 
         Raises:
-            InputError: other shapes, padding that is not on the left, or the cache is not empty.
-                Never for the state of the directory: damage or a missing chunk shortens the prefix.
+            InputError: other shapes, or padding that is not on the left. Never for the state of the
+                directory: damage or a missing chunk shortens the prefix.
         """
         rows = rows_of(input_ids, attention_mask)
-        filled = _NotedCache() if cache is None else cache
-        if not isinstance(filled, DynamicCache) or filled.get_seq_length():
-            raise InputError(
-                f"{type(filled).__name__} given to fill; expected an empty DynamicCache"
-            )
-        state = self._current()
-        note = _Note(self._model, state, torch.as_tensor(input_ids), self._computed)
+        filled, state = _NotedCache(), self._current()
+        note = _Note(self._model, state, rows, self._computed)
         columns = note.loaded = 0 if state is None else self._fill(filled, rows, state)
-        note.paddings = [row.padding for row in rows]
-        if isinstance(filled, _NotedCache):
-            filled.vua_note = note
-        else:
-            self._notes[filled] = note
+        filled.vua_note = note
         return Prefix(filled, columns)
 
     def _current(self) -> State | None:
@@ -489,11 +473,10 @@ class PrefixCache:
         start = max(known, first_filled(first))
         if start >= len(ids):
             return ""
-        expected = first_keys(self._model, ids, start).float()
-        found = first.k[:, start - first.start : len(ids) - first.start].float()
-        apart = (found.to(expected.device) - expected).square().sum(dim=(0, 2)).sqrt()
-        size = expected.square().sum(dim=(0, 2)).sqrt()
-        wrong = apart > _ROUNDING.get(self.layout.dtype, 0.1) * (size + 1e-6)
+        expected = first_keys(self._model, ids, start)
+        found = first.k[:, start : len(ids)]
+        apart = distances(found.to(expected.device), expected)
+        wrong = apart > _ROUNDING.get(self.layout.dtype, 0.1)
         if not bool(wrong.any()):
             return ""
         at = start + int(wrong.int().argmax())
@@ -582,9 +565,9 @@ class PrefixCache:
             input_ids: what the cache was computed for: one sequence, (T,), or a batch, (B, T),
                 padded on the left; the prompt, or everything that `generate` returned. The shorter
                 of ids and cache counts.
-            cache: what was passed to `generate` as `past_key_values`, or returned by it. Each of
-                its rows must belong to the same row of ``input_ids``: true for the prompts of
-                beams, not for what beams generated.
+            cache: what `load` of this object returned, and what `generate` has filled. Each of its
+                rows must belong to the same row of ``input_ids``: true for the prompts of beams,
+                not for what beams generated.
             attention_mask: 0 for padding, (B, T) or shorter, as passed to `generate`. By default no
                 padding.
             prompt_columns: of ``input_ids``; what follows was generated, and is stored as long as
@@ -596,35 +579,36 @@ class PrefixCache:
                 then. Call `ready` first if that matters.
 
         Raises:
-            InputError: other shapes, padding that is not on the left, a cache that does not hold
-                every token, or one of other tokens (those of beams).
+            InputError: other shapes, padding that is not on the left, a cache that `load` did not
+                return, or one of other tokens (those of beams).
             LayoutError: the directory holds other shapes for this model.
             NotWritableError, StorageFullError, StorageError: the directory refuses.
         """
-        rows = rows_of(input_ids, attention_mask)
+        rows, note = rows_of(input_ids, attention_mask), getattr(cache, "vua_note", None)
+        if not isinstance(note, _Note) or note.measured != self._computed:
+            raise InputError(
+                f"a {type(cache).__name__} that load() of this PrefixCache did not return cannot "
+                "be stored; pass load(ids).cache to generate() as past_key_values, and save that"
+            )
         state, layers = self._current(), self._layers(cache, len(rows))
         if not layers or state is None:
             return 0
         early, stores = state.stored.identifying, state.stored.usable()
         if stores is None and not early:
             return 0
-        note = cache.vua_note if isinstance(cache, _NotedCache) else self._notes.get(cache)
-        if note is not None:
-            note.prefill_ended(layers[0].k)
-        own = note is not None and note.state in self._states  # else another object has loaded it
-        unchanged = _Once(lambda: self._is_unchanged_since(note, state, own=own))
-        written, held = 0, min(layer.start + layer.k.shape[2] for layer in layers)
+        note.prefill_ended(layers[0].k)
+        unchanged = _Once(lambda: self._is_unchanged_since(note, state))
+        written, held = 0, layers[0].k.shape[2]
         for number, row in enumerate(rows):
             length = min(len(row.ids), held - row.padding)
             length -= length % self.layout.chunk_tokens
             if length <= 0:
                 continue
-            mine = []
-            for layer in layers:
-                first = max(layer.start, row.padding)
-                k, v = (array[number, :, first - layer.start :] for array in (layer.k, layer.v))
-                mine.append(LayerCache(k, v, first - row.padding))
-            known = 0 if note is None else _loaded_of(note, row, number, len(rows))
+            mine = [
+                LayerCache(*(tensor[number, :, row.padding :][:, :length] for tensor in layer))
+                for layer in layers
+            ]
+            known = _loaded_of(note, row, number, len(rows))
             ids = row.ids[:length]
 
             def may(
@@ -632,7 +616,11 @@ class PrefixCache:
             ) -> bool:
                 if not unchanged():
                     return False
-                self._check_ids(state, ids, mine, known, computed_here=own)
+                if problem := self._other_ids(ids, mine[0], known):
+                    raise InputError(
+                        f"{problem}; save the ids that the cache was computed for (of beams: the "
+                        "prompts)"
+                    )
                 return True
 
             prompt = None if prompt_columns is None else prompt_columns - row.padding
@@ -652,87 +640,38 @@ class PrefixCache:
     ) -> None:
         if not may():
             return
-        cut = [
-            LayerCache(k[:, : len(ids) - start], v[:, : len(ids) - start], start)
-            for k, v, start in layers
-        ]
 
         def copy() -> Callable[[Stores], object]:
             held, contents = ids.clone(), sums(self._model)
-            copied = [
-                LayerCache(k.to("cpu", copy=True), v.to("cpu", copy=True), start)
-                for k, v, start in cut
-            ]
+            copied = [LayerCache(k.to("cpu", copy=True), v.to("cpu", copy=True)) for k, v in layers]
             same = _Once(lambda: contents == state.sums)
             return lambda stores: stores.save(held, copied, same, 0, prompt)
 
-        state.stored.keep(sum(layer.k.nbytes + layer.v.nbytes for layer in cut), copy)
+        state.stored.keep(sum(layer.k.nbytes + layer.v.nbytes for layer in layers), copy)
 
-    def _is_unchanged_since(self, note: _Note | None, state: State, *, own: bool) -> bool:
-        since = None if note is None else note.state
-        is_other = since not in {None, state}
-        if (
-            since is not None and is_other and not own
-        ):  # another object of the same model has loaded
-            is_other = not state.is_of(since.described, since.sums)
-        changed = "the model changed since the load" if is_other else ""
-        if note is not None and self._say(note.change() or changed):
-            return False
-        return not self._say(state.change(whole=bool(state.sums)))
-
-    def _check_ids(
-        self,
-        state: State,
-        ids: torch.Tensor,
-        layers: Sequence[LayerCache],
-        known: int,
-        *,
-        computed_here: bool,
-    ) -> None:
-        """Refuse K and V of other ids, or of another model. Raises InputError."""
-        problem = self._other_ids(ids, layers[0], known)
-        if not problem and not computed_here and all(not layer.start for layer in layers):
-            # nothing is known of how it was computed: its last chunk is computed again
-            start = (len(ids) - 1) // self.layout.chunk_tokens * self.layout.chunk_tokens
-            before, whole = (
-                [LayerCache(layer.k[:, :stop], layer.v[:, :stop], 0) for layer in layers]
-                for stop in (start, len(ids))
-            )
-            problem = state.described.recomputed(ids, before if start else [], whole, start)
-        if problem:
-            raise InputError(
-                f"{problem}; save the ids that the cache was computed for (of beams: the prompts)"
-            )
+    def _is_unchanged_since(self, note: _Note, state: State) -> bool:
+        changed = "" if note.state is state else "the model changed since the load"
+        return not self._say(note.change() or changed or state.change(whole=bool(state.sums)))
 
     def _layers(self, cache: DynamicCache, rows: int) -> list[LayerCache]:
-        """Return K and V of every layer, [rows, heads, columns, dim], and its first column."""
-        if not isinstance(cache, DynamicCache):
-            raise InputError(
-                f"a {type(cache).__name__} cannot be stored; pass past_key_values=DynamicCache() "
-                "to generate() and save that"
-            )
-        if not cache.get_seq_length():
+        """Return K and V of every layer, [rows, heads, columns, dim]."""
+        if not (columns := cache.get_seq_length()):
             return []
         layout = self.layout
-        if len(cache.layers) != layout.layers:
-            raise InputError(
-                f"a cache of {len(cache.layers)} layers; the model has {layout.layers}"
-            )
-        layers = []
-        for number, layer in enumerate(cache.layers):
-            if type(layer) not in LAYERS:
+        layers = [LayerCache(layer.keys, layer.values) for layer in cache.layers]
+        expected = [
+            ((rows, layout.kv_heads, columns, dim), layout.dtype)
+            for dim in (layout.k_dim, layout.v_dim)
+        ]
+        for number, layer in enumerate(layers):
+            found = [
+                (tuple(one.shape), DTYPE_NAMES.get(one.dtype, str(one.dtype))) for one in layer
+            ]
+            if found != expected or len(layers) != layout.layers:
                 raise InputError(
-                    f"layer {number} is a {type(layer).__name__}: no K and V per token"
+                    f"K and V of layer {number} of {len(layers)} are {found}; expected {expected} "
+                    f"of {layout.layers} layers"
                 )
-            length = layer.get_seq_length()
-            kept = min(length, layer.keys.shape[2]) if layer.is_initialized else 0
-            parts = (("K", layer.keys, layout.k_dim), ("V", layer.values, layout.v_dim))
-            for array, tensor, dim in parts:
-                expected = ((rows, layout.kv_heads, kept, dim), layout.dtype)
-                found = (tuple(tensor.shape), DTYPE_NAMES.get(tensor.dtype, str(tensor.dtype)))
-                if found != expected:
-                    raise InputError(f"{array} of layer {number} is {found}, expected {expected}")
-            layers.append(LayerCache(layer.keys, layer.values, length - kept))
         return layers
 
 
@@ -749,8 +688,8 @@ class NoPrefixes(PrefixCache):
     def identity(self) -> Identity:
         raise self._problem
 
-    def load(self, input_ids: Any, cache: DynamicCache | None = None, **_: Any) -> Prefix:
-        return Prefix(DynamicCache() if cache is None else cache, 0)
+    def load(self, input_ids: Any, **_: Any) -> Prefix:
+        return Prefix(DynamicCache(), 0)
 
     def save(self, input_ids: Any, cache: DynamicCache, **_: Any) -> int:
         return 0
@@ -768,9 +707,9 @@ class _Once:
 
 
 def _loaded_of(note: _Note, row: Row, number: int, rows: int) -> int:
-    prompts = note.ids[None] if note.ids.ndim == 1 else note.ids
-    at = min(number // max(1, rows // len(prompts)), len(prompts) - 1)
+    given = note.rows[min(number // max(1, rows // len(note.rows)), len(note.rows) - 1)]
     loaded = note.loaded - row.padding
-    given = prompts[at][row.padding : note.loaded].to(row.ids)
-    same = note.paddings[at] == row.padding and torch.equal(given, row.ids[:loaded])
+    same = given.padding == row.padding and torch.equal(
+        given.ids[:loaded].to(row.ids), row.ids[:loaded]
+    )
     return loaded if same and loaded > 0 else 0

@@ -23,7 +23,6 @@ from vua.connector.load_policy import LoadPolicy
 from vua.connector.replies import Replies
 from vua.connector.savings import Savings
 from vua.connector.setup import devices
-from vua.errors import InputError
 from vua.format.identity import Identity
 from vua.format.keys import token_ids
 from vua.format.layout import KVLayout
@@ -43,8 +42,6 @@ class LayerCache(NamedTuple):
 
     k: torch.Tensor
     v: torch.Tensor
-    start: int
-    """Index of the first token in the sequence."""
 
 
 def groups_of(layout: KVLayout, windows: Sequence[int | None]) -> tuple[Group, ...]:
@@ -185,7 +182,7 @@ class StoredLayers:
                 return [], (first + loaded.chunks) * size
             for number, *pair in zip(group.layers, *arrays, strict=True):
                 k, v = (tensor[:, :tokens].to(device) for tensor in pair)
-                layers[number] = LayerCache(k, v, 0)
+                layers[number] = LayerCache(k, v)
         namespace.stores[0].used(keys, stop)
         return [layers[number] for number in range(self._layers)], tokens
 
@@ -213,9 +210,9 @@ class StoredLayers:
 
         Args:
             ids: whole chunks, (T,).
-            layers: K and V of every layer, at least up to token T. A sliding window's may
-                begin later, or with zeros, as :meth:`read` returns them; earlier chunks stay as
-                they are stored, or not.
+            layers: K and V of every layer, at least up to token T. A sliding window's may begin
+                with zeros, as :meth:`read` returns them; earlier chunks stay as they are stored, or
+                not.
             may: asked before something is written; False: nothing is.
             loaded: tokens that :meth:`read` returned. They are stored if a lookup finds them, too;
                 what is computed after a hole is stored from the hole on.
@@ -223,7 +220,6 @@ class StoredLayers:
                 later prompts begin with such tokens (`vua.connector.replies`). None: all of it.
 
         Raises:
-            InputError: a layer begins so late that its content would be useless.
             LayoutError: the directory holds other shapes for this model.
             NotWritableError, StorageFullError, StorageError: the directory refuses.
         """
@@ -252,7 +248,7 @@ class StoredLayers:
         firsts = [
             max(
                 held if group in self._model.leading else known,
-                self._first_to_store(group, layers, len(ids), stored, loaded),
+                self._first_to_store(group, layers, len(ids), stored),
             )
             for group in groups
         ]
@@ -270,40 +266,28 @@ class StoredLayers:
         return written
 
     def _first_to_store(
-        self, group: Group, layers: Sequence[LayerCache], tokens: int, stored: int, loaded: int
+        self, group: Group, layers: Sequence[LayerCache], tokens: int, stored: int
     ) -> int:
-        """Return the first chunk that a group's layers hold completely. Raises InputError.
+        """Return the first chunk that a group's layers hold completely.
 
         Windows that were loaded from another engine hold too little for a place that has nothing.
         """
+        if group.layout.window is None:
+            return 0
         size = self._model.chunk_tokens
-        is_whole = group.layout.window is None
-        starts = (
-            layers[number].start if is_whole else first_filled(layers[number])
-            for number in group.layers
-        )
-        first = -(-max(starts) // size)
+        first = -(-max(first_filled(layers[number]) for number in group.layers) // size)
         of_use = stored if group in self._model.leading else group.first_needed(tokens) // size
-        if first > of_use and loaded:
-            return tokens // size
-        if first > of_use:
-            raise InputError(
-                f"layer {group.layers[0]} holds tokens {first * size} to {tokens} alone, its "
-                "sliding window has dropped those before; pass past_key_values=DynamicCache() "
-                "to generate(), which keeps every token"
-            )
-        return first
+        return tokens // size if first > of_use else first
 
 
 def first_filled(layer: LayerCache) -> int:
     """Return the first token with K or V in a layer: a window leaves zeros before it."""
     if bool(layer.k[:, :1].any()) or bool(layer.v[:, :1].any()):
-        return layer.start
+        return 0
     filled = layer.k.any(dim=2).any(dim=0) | layer.v.any(dim=2).any(dim=0)
-    return layer.start + (int(filled.int().argmax()) if bool(filled.any()) else len(filled))
+    return int(filled.int().argmax()) if bool(filled.any()) else len(filled)
 
 
 def _cut(layer: LayerCache, start: int, stop: int) -> list[torch.Tensor]:
     """Return K and V of tokens ``start`` to ``stop``, [1, heads, tokens, dim] each."""
-    tokens = slice(start - layer.start, stop - layer.start)
-    return [array[None, :, tokens] for array in (layer.k, layer.v)]
+    return [array[None, :, start:stop] for array in layer]

@@ -28,7 +28,6 @@ from safetensors import SafetensorError, safe_open
 from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 from transformers.core_model_loading import revert_weight_conversion
-from transformers.modeling_utils import load_state_dict
 
 from vua.connector.cache_spec import division, local_directory
 from vua.connector.setup import setting_form
@@ -49,8 +48,6 @@ from vua.weights import Weights, checkpoint_files
 from vua.weights.content import State
 from vua.weights.fingerprint import code_digest
 
-_TORCH: Final = (".bin", ".pt", ".pth")
-
 
 def difference_from_files(model: Any, files: Sequence[Path], stop: threading.Event) -> str:
     """Return which parameter or persistent buffer differs from the files; "" if none does.
@@ -68,9 +65,15 @@ def difference_from_files(model: Any, files: Sequence[Path], stop: threading.Eve
         CancelledError: ``stop`` was set.
     """
     with ExitStack() as stack:
+        stored: dict[str, Any] = {}
         try:
-            stored = _CheckpointTensors(files, stack)
-        except (ValueError, RuntimeError, TypeError, LookupError, SafetensorError) as error:
+            for path in files:
+                file = stack.enter_context(safe_open(path, framework="pt"))
+                slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118 - no mapping
+                if both := stored.keys() & slices:
+                    return f"the files cannot be read as tensors ({min(both)} is in two of them)"
+                stored |= slices
+        except SafetensorError as error:
             return f"the files cannot be read as tensors ({error})"
         names: dict[tuple[object, ...], list[str]] = {}
         tensors = dict(named_tensors(model))
@@ -78,87 +81,32 @@ def difference_from_files(model: Any, files: Sequence[Path], stop: threading.Eve
             place = (tensor.data_ptr(), tensor.shape, tensor.stride())
             names.setdefault(place if tensor.nbytes else (name,), []).append(name)
         for group in names.values():
-            problems = [
-                (_difference(model, name, tensors[name], stored, stop), stored.has(model, name))
-                for name in group
-            ]
-            found = [problem for problem, has in problems if has]
-            if problem := next(filter(None, found or [problem for problem, _ in problems]), ""):
-                return problem
+            # tied ones need not all be in the files
+            kept = [name for name in group if not stored.keys().isdisjoint(_names(model, name))]
+            for name in kept or group[:1]:
+                if problem := _difference(model, name, tensors[name], stored, stop):
+                    return problem
     return ""
-
-
-class _CheckpointTensors:
-    def __init__(self, files: Sequence[Path], stack: ExitStack) -> None:
-        """Open them. Raises OSError, ValueError, RuntimeError."""
-        self._slices: dict[str, Any] = {}
-        self._tensors: dict[str, torch.Tensor] = {}
-        for path in files:
-            if path.suffix == ".safetensors":
-                file = stack.enter_context(safe_open(path, framework="pt"))
-                for name in file.keys():  # noqa: SIM118 - no mapping
-                    self._add(self._slices, name, file)
-            elif path.suffix in _TORCH:
-                for name, tensor in _loaded(path).items():
-                    self._add(self._tensors, name, tensor)
-            else:
-                raise ValueError(f"{path.name}: no safetensors and no file of torch's")
-
-    def _add(self, where: dict[str, Any], name: str, value: object) -> None:
-        if name in self._slices or name in self._tensors:
-            raise ValueError(f"{name} is in two files")
-        where[name] = value
-
-    def __contains__(self, name: str) -> bool:
-        return name in self._slices or name in self._tensors
-
-    def has(self, model: Any, name: str) -> bool:
-        """Whether a parameter is here under its own name; tied ones need not be."""
-        return any(same in self for same in _names(model, name))
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        if name in self._tensors:
-            return tuple(self._tensors[name].shape)
-        return tuple(self._slices[name].get_slice(name).get_shape())
-
-    def rows(self, name: str, start: int, stop: int) -> torch.Tensor:
-        """Return part of a tensor along its first dimension; all of a scalar."""
-        if name in self._tensors:
-            tensor = self._tensors[name]
-            return tensor[start:stop] if tensor.ndim else tensor
-        if not self.shape(name):
-            return self._slices[name].get_tensor(name)
-        return self._slices[name].get_slice(name)[start:stop]
-
-
-def _loaded(path: Path) -> Mapping[str, torch.Tensor]:
-    """Return the tensors of a torch file. Raises OSError, RuntimeError, ValueError."""
-    found = load_state_dict(str(path))  # transformers' own: tensors only, mapped where it can be
-    if not isinstance(found, Mapping):
-        raise TypeError(f"{path.name} holds a {type(found).__name__}, expected tensors by name")
-    return {str(name): value for name, value in found.items() if isinstance(value, torch.Tensor)}
 
 
 def _difference(
     model: Any,
     name: str,
     tensor: torch.Tensor,
-    stored: _CheckpointTensors,
+    stored: Mapping[str, Any],
     stop: threading.Event,
 ) -> str:
-    if stop.is_set():
-        raise CancelledError
     for same in _names(model, name):
-        if same in stored and stored.shape(same) == tuple(tensor.shape):
-            return _compared(name, tensor, same, stored, stop)
+        if same in stored and tuple(stored[same].get_shape()) == tuple(tensor.shape):
+            return _compared(name, tensor, stored[same], stop)
     try:
         parts = revert_weight_conversion(model, {name: tensor.detach()})
     except Exception as error:  # noqa: BLE001 - it needs other tensors, too, or finds no rule
         return f"{name} is in the files under no known name ({error})"
     for same, part in parts.items():
-        if same not in stored or stored.shape(same) != tuple(part.shape):
+        if same not in stored or tuple(stored[same].get_shape()) != tuple(part.shape):
             return f"{name} is of shape {tuple(tensor.shape)}; the files hold no such tensor"
-        if problem := _compared(name, part, same, stored, stop):
+        if problem := _compared(name, part, stored[same], stop):
             return problem
     return ""
 
@@ -168,17 +116,15 @@ def _names(model: Any, name: str) -> tuple[str, ...]:
     return name, prefix + name, name.removeprefix(prefix)
 
 
-def _compared(
-    name: str, tensor: torch.Tensor, same: str, stored: _CheckpointTensors, stop: threading.Event
-) -> str:
+def _compared(name: str, tensor: torch.Tensor, stored: Any, stop: threading.Event) -> str:
     tensor = tensor.detach()
     length = len(tensor) if tensor.ndim else 1
     rows = max(1, PIECE_NBYTES * length // max(1, tensor.nbytes))
     for at in range(0, length, rows):
         if stop.is_set():
             raise CancelledError
-        expected = stored.rows(same, at, at + rows).to(tensor.device)
-        found = tensor[at : at + rows] if tensor.ndim else tensor
+        part = slice(at, at + rows) if tensor.ndim else ...
+        expected, found = stored[part].to(tensor.device), tensor[part]
         if expected.is_floating_point() and found.is_floating_point():
             expected = expected.to(found.dtype)
         if not same_bytes(expected, found):
@@ -280,15 +226,12 @@ class Description:
         start: int,
     ) -> str:
         """Compute tokens from ``start`` on; return how ``layers`` differ there."""
-        past, tokens = DynamicCache(), layers[0].start + layers[0].k.shape[1]
+        past, tokens = DynamicCache(), layers[0].k.shape[1]
         for number, layer in enumerate(before):
             device = self.probe.devices[number]
             past.update(layer.k[None].to(device), layer.v[None].to(device), number)
         run(self.model, ids[start:tokens], past, start)
-        held = [
-            (layer.k[:, start - layer.start : tokens], layer.v[:, start - layer.start : tokens])
-            for layer in layers
-        ]
+        held = [(layer.k[:, start:], layer.v[:, start:]) for layer in layers]
         computed = [
             (k.to(held[0][0].device), v.to(held[0][0].device))
             for k, v in pairs_of(past, start, tokens)

@@ -24,7 +24,7 @@ from vua.connector.cache_spec import Group
 from vua.errors import VUAError
 from vua.format.identity import Identity
 from vua.io.forks import new_lock
-from vua.transformers.layers import LayerCache, StoredLayers, first_filled, groups_of
+from vua.transformers.layers import LayerCache, StoredLayers, groups_of
 from vua.transformers.model import Description
 from vua.transformers.probe import TOKENS, Pair, digest_of
 from vua.transformers.tensors import device_of
@@ -80,35 +80,13 @@ class Engine:
                 problem = self._described.recomputed(ids, before, layers, start)
         return self._judged(problem)
 
-    def takes(
-        self, ids: torch.Tensor, layers: Sequence[LayerCache], may: Callable[[], bool]
-    ) -> bool:
+    def takes(self, ids: torch.Tensor) -> bool:
         """Whether what was computed for ``ids``, (T,), may be stored beside what is there.
 
-        The first time, the last chunk of ``ids`` that is stored is compared, if there is one, and
-        if ``may`` says that ``layers`` are this model's.
+        Only beside what has been compared: by a load.
         """
-        if self._agreed or self.differed:
-            return not self.differed
-        described = self._described
-        stop, size = self.stored.longest(ids), described.layout.chunk_tokens
-        if not stop:
-            return not self.stored.misfits
-        start, device = stop - size, device_of(described.model)
-        stored, _ = self.stored.read(ids, stop, device)
-        if not stored or any(first_filled(layer) > start for layer in layers) or not may():
-            return False
-        mine, theirs = (
-            [
-                (
-                    k[:, start - first : stop - first].to(device),
-                    v[:, start - first : stop - first].to(device),
-                )
-                for k, v, first in each
-            ]
-            for each in (layers, stored)
-        )
-        return self._judged(described.probe.unlike(mine, theirs))
+        compared = self._agreed or not self.stored.longest(ids)
+        return compared and not self.differed and not self.stored.misfits
 
     def _judged(self, problem: str) -> bool:
         if problem and not self.differed:
@@ -200,7 +178,7 @@ class Stores:
         prompt: int | None = None,
     ) -> int:
         """As `StoredLayers.save`, where what was computed is stored, see `Engine.takes`."""
-        shared = self._shared is not None and self._shared[1].takes(ids, layers, may)
+        shared = self._shared is not None and self._shared[1].takes(ids)
         where = self._shared[1].stored if self._shared and shared else self._own()[1]
         return where.save(ids, layers, may, loaded, prompt)
 
@@ -243,7 +221,7 @@ def _settled(
             if name_of := agreeing(torch.full((TOKENS,), number)):
                 return name_of
         if free is not None:
-            layers = [LayerCache(k, v, 0) for k, v in probe.pairs]
+            layers = [LayerCache(k, v) for k, v in probe.pairs]
             with suppress(VUAError, OSError):  # read-only or full: named by its own bytes
                 stored.save(free, layers, lambda: True)
             if name_of := agreeing(free):  # another process may have been first

@@ -252,11 +252,11 @@ class JavaScriptTest(DirectoryTest):
                 model = made.from_pretrained(folder / "model", dtype=torch.float32).eval()
                 weights = [str(one) for one in sorted((folder / "model").glob("*.safetensors"))]
                 self.assertLess(1, len(weights))
-                cache = transformers.DynamicCache()
-                with torch.no_grad():
-                    model(ids, past_key_values=cache)
                 with PrefixCache(model, folder / "theirs", chunk_tokens=16, share=True) as prefixes:
                     self.assertTrue(prefixes.ready(SOON_S))
+                    cache = prefixes.load([0]).cache
+                    with torch.no_grad():
+                        model(ids, past_key_values=cache)
                     self.assertEqual(6, prefixes.save(ids, cache))
                 for without, tokens in ((False, 96), (True, 0)):
                     said = run_command(

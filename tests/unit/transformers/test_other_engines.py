@@ -11,7 +11,7 @@ from unittest import mock
 import torch
 
 from small_models import Family
-from transformers_case import CHUNK, WINDOW, TransformersTest, computed, prompt_of
+from transformers_case import CHUNK, WINDOW, TransformersTest, computed, empty, prompt_of
 
 PROMPT = prompt_of(150)
 WHOLE = PROMPT.shape[1] // CHUNK * CHUNK
@@ -28,7 +28,9 @@ class TestOtherEngines(TransformersTest):
     def save(self, model: Any, ids: torch.Tensor = PROMPT, **settings: Any) -> Any:
         """Let a model compute ids and store them; what it is stored with."""
         prefixes = self.prefixes(model, **settings)
-        self.assertEqual(ids.shape[1] // CHUNK, prefixes.save(ids, computed(model, ids)))
+        self.assertEqual(
+            ids.shape[1] // CHUNK, prefixes.save(ids, computed(model, ids, empty(prefixes)))
+        )
         return prefixes
 
     def by_vllm(self) -> set[str]:
@@ -63,11 +65,18 @@ class TestOtherEngines(TransformersTest):
         self.assertEqual(WHOLE, self.prefixes(self.model()).load(PROMPT).num_tokens)
 
     def test_shares_beside_what_agrees(self) -> None:
-        """What is shared goes on from what is stored if that agrees, also without a load."""
+        """What is shared goes on from what is stored if a load has found that to agree."""
         self.save(self.model(), PROMPT[:, :100], share=True)
         chunks = self.by_vllm()
+        model = self.model(otherwise=True)
+        other = self.save(model, share=True)  # nothing was loaded, so nothing compared
+        self.assertEqual(chunks, self.by_vllm())
+        longer = torch.cat([PROMPT[:, :100], PROMPT], dim=1)
         with self.assertLogs("vua.transformers", "WARNING") as said:
-            other = self.save(self.model(otherwise=True), share=True)
+            loaded = other.load(longer)
+        self.assertEqual(96, loaded.num_tokens)  # its own
+        cache = computed(model, longer[:, 96:], loaded.cache)
+        self.assertGreater(other.save(longer, cache), 0)
         self.assertEqual((chunks, 1), (self.by_vllm(), len(said.output)))
         self.assertEqual(WHOLE, other.load(PROMPT).num_tokens)  # its own
 
@@ -89,7 +98,9 @@ class TestOtherEngines(TransformersTest):
         self.assertEqual(WHOLE, cache.get_seq_length())
         computed(model, PROMPT[:, WHOLE:], cache)
         self.assertEqual(0, prefixes.save(PROMPT, cache))
-        self.assertEqual(WHOLE // CHUNK, prefixes.save(PROMPT, computed(model, PROMPT)))
+        self.assertEqual(
+            WHOLE // CHUNK, prefixes.save(PROMPT, computed(model, PROMPT, empty(prefixes)))
+        )
 
     def test_not_its_files(self) -> None:
         """A model that is not what its files hold neither finds nor shares."""
