@@ -27,9 +27,6 @@ LATENT = KVLayout(layers=5, kv_heads=1, k_dim=576, v_dim=0, dtype="F8_E4M3", chu
 FIRST, SECOND = keys_of(range(8), 4)
 
 
-NOTHING = b'"x":{"dtype":"U8","shape":[0],"data_offsets":[0,0]},'
-
-
 def check_header(codec: EntryCodec, header: memoryview, key: ChunkKey) -> np.ndarray:
     """The checksums in the header of a chunk's entry; raises where it is another's, or damaged."""
     table = codec.table_of(header, key)
@@ -190,30 +187,24 @@ class TestDamage(unittest.TestCase):
                 self.assertEqual(misplaced, caught.exception.misplaced)
 
     def test_hostile(self) -> None:
-        """A header whose self-check is right but whose claims are not is refused."""
+        """A header whose self-check is right but whose claims are not is refused.
+
+        `implementations/conformance/cases.json` has more of these.
+        """
         header = header_of()
-        nbytes = struct.unpack("<Q", header[:8])[0]
         short, long = SECOND.name[:-2].encode(), SECOND.parent.hex().encode() + b"00"
         cases = {
-            "the format of a later version": (b"entry.v1", b"entry.v2"),
-            "a namespace that is none": (NAMESPACE.encode(), b"../" * 20 + b"evil"),
-            "a short namespace": (NAMESPACE.encode(), b"ab"),
             "an upper case namespace": (NAMESPACE.encode(), NAMESPACE.upper().encode()),
-            "a shard outside of the model": (b"l0-3.h0-4", b"l0-9.h0-4"),
             "a shard that is none": (b"l0-3.h0-4", b"l3-0.h0-4"),
             "a shard with zeros": (b"l0-3.h0-4", b"l00-3.h0-4"),
-            "no layers": (b'"layers":"3"', b'"layers":"0"'),
             "more layers": (b'"layers":"3"', b'"layers":"2"'),
             "negative heads": (b'"kv_heads":"4"', b'"kv_heads":"-4"'),
             "layers without end": (b'"layers":"3"', b'"layers":"' + b"9" * 3000 + b'"'),
             "layers that no int may have": (b'"layers":"3"', b'"layers":"' + b"9" * 5000 + b'"'),
             "digits of another script": (b'"layers":"3"', '"layers":"٣"'.encode()),
-            "layers as a number": (b'"layers":"3"', b'"layers":3'),
             "tokens that are no chunk": (b"0000000004-0000000008", b"0000000004-0000000009"),
-            "tokens between chunks": (b"0000000004-0000000008", b"0000000003-0000000007"),
             "tokens backwards": (b"0000000004-0000000008", b"0000000008-0000000004"),
             "no position": (b"0000000004-0000000008", b"aaaaaaaaaa-bbbbbbbbbb"),
-            "an unknown dtype": (b"BF16", b"BF17"),
             "a dtype of another size": (b"BF16", b"F32"),
             "a huge row": (b"[4,3,4,8]", b"[4,3,4,800000000000]"),
             "a short shape": (b"[4,3,4,8]", b"[4,3,4]"),
@@ -221,16 +212,10 @@ class TestDamage(unittest.TestCase):
             "fractions": (b"[4,3,4,8]", b"[4,3,4,8.5]"),
             "other heads than the shard": (b"[4,3,4,8]", b"[5,3,4,8]"),
             "offsets that overlap": (b'"data_offsets":[0,64]', b'"data_offsets":[0,128]'),
-            "another member": (b'"layers":"3"', b'"layers":"3","more":"x"'),
-            "a member twice": (b'"layers":"3"', b'"layers":"3","layers":"3"'),
-            "white space": (b'"layers":"3"', b'"layers": "3"'),
-            "another tensor": (b'"k":{', NOTHING + b'"k":{'),
             "no K": (b'"k":{', b'"q":{'),
             "no checksums": (b'"checksums":{', b'"checksumz":{'),
             "no tokens": (b'"tokens"', b'"tokenz"'),
-            "a date without end": (b'"created":"', b'"created":"9'),
             "a writer of its own length": (b'"writer":"', b'"writer":"more'),
-            "no parent behind the first chunk": (SECOND.parent.hex().encode(), b"-" * 64),
             "a short digest": (SECOND.name.encode(), short),
             "a digest with a space": (SECOND.name.encode(), SECOND.name[:-1].encode() + b" "),
         }  # fmt: skip
@@ -238,11 +223,7 @@ class TestDamage(unittest.TestCase):
         both = resealed(header, SECOND.name.encode(), short)
         attacks |= {
             "digests of 31 and 33 bytes": resealed(both, SECOND.parent.hex().encode(), long),
-            "nothing": b"",
             "zeros": bytes(len(header)),
-            "a length past the end": struct.pack("<Q", 1 << 62) + header[8:],
-            "a length of one more": struct.pack("<Q", nbytes + 1) + header[8:],
-            "a length of nothing": bytes(8) + header[8:],
             "a list": struct.pack("<Q", 2) + b"[]" + header[10:],
             "no metadata": struct.pack("<Q", 2) + b"{}" + header[10:],
             "metadata that are a list": struct.pack("<Q", 19) + b'{"__metadata__":[]}',

@@ -5,9 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-import os
 import pickle
-import subprocess
 import sys
 import unittest
 from collections.abc import Mapping
@@ -48,21 +46,6 @@ CONFIG: dict[str, object] = {
 }
 
 
-def in_other_process(code: str, *args: str, **env: str) -> str:
-    """Return what `code` prints in a fresh interpreter."""
-    ran = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", code, *args],
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), **env},
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=300,
-    )
-    if ran.returncode:
-        raise AssertionError(ran.stderr)
-    return ran.stdout
-
-
 class TestIdentity(unittest.TestCase):
     @given(IDENTITIES, IDENTITIES)
     def test_distinct_fields_never_share_an_encoding(self, one: Identity, other: Identity) -> None:
@@ -101,21 +84,6 @@ class TestIdentity(unittest.TestCase):
 
         expected = "23c53f54cab65acdce35cf8a10d98914fce92f2b1d92ca13972a99fdfa210b11"
         self.assertEqual(expected, identity.namespace)
-
-    def test_namespace_is_the_same_in_every_process(self) -> None:
-        """Neither the process nor PYTHONHASHSEED changes a namespace or a config digest."""
-        code = (
-            "import json, sys; from vua.format.identity import *\n"
-            "from vua.format.identity import *\n"
-            "print(Identity(model='m', weights='\\u00e4').namespace)\n"
-            "print(config_digest(json.loads(sys.argv[1])))"
-        )
-        here = f"{Identity(model='m', weights='ä').namespace}\n{config_digest(CONFIG)}\n"
-        for seed in ("1", "2"):
-            with self.subTest(seed=seed):
-                there = in_other_process(code, json.dumps(CONFIG), PYTHONHASHSEED=seed)
-
-                self.assertEqual(here, there)
 
     @given(IDENTITIES, TEXT)
     def test_a_description_gives_the_identity_back(self, identity: Identity, name: str) -> None:
@@ -176,25 +144,18 @@ class TestConfigDigest(unittest.TestCase):
         self.assertEqual(len(variants), len({config_digest(config) for config in variants}))
 
     def test_what_cannot_change_kv_does_not_count(self) -> None:
-        """Keys of loaders, outputs and generation leave the digest alone."""
+        """Keys of loaders, outputs, generation, dropouts and first weights; others count."""
         for key in (
             *("_name_or_path", "_attn_implementation", "transformers_version", "dtype"),
             *("torch_dtype", "use_cache", "output_attentions", "return_dict", "eos_token_id"),
             *("bos_token_id", "pad_token_id", "id2label", "label2id", "tie_word_embeddings"),
-        ):
-            with self.subTest(key):
-                self.assertEqual(config_digest(CONFIG), config_digest({**CONFIG, key: object()}))
-
-    def test_dropouts_and_first_weights_do_not_count(self) -> None:
-        """A model that computes K and V drops nothing, and its weights are read."""
-        for key in (
             *("attention_dropout", "hidden_dropout", "hidden_dropout_prob", "embd_pdrop"),
             *("attention_probs_dropout_prob", "resid_pdrop", "attn_pdrop", "layerdrop"),
             *("initializer_range", "initializer_factor", "output_router_logits"),
             *("router_aux_loss_coef", "tokenizer_class", "chunk_size_feed_forward"),
         ):
             with self.subTest(key):
-                self.assertEqual(config_digest(CONFIG), config_digest({**CONFIG, key: 0.1}))
+                self.assertEqual(config_digest(CONFIG), config_digest({**CONFIG, key: object()}))
         for key in ("moe_token_dropout", "token_dropout", "router_jitter_noise"):  # these apply
             with self.subTest(key):
                 self.assertNotEqual(config_digest(CONFIG), config_digest({**CONFIG, key: 0.1}))
