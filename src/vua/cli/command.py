@@ -55,9 +55,8 @@ _LATER: Final = (
 def as_owner(directory: str) -> Iterator[None]:
     """Work on a directory as its owner, if run by root.
 
-    So new files belong to the cache's user, and root follows no links of other users. Files that
-    root has left in `.upkeep` are given to the owner. Nothing changes for other users, and in
-    root's own directories.
+    So new files belong to the cache's user, and root follows no links of other users. Nothing
+    changes for other users, and in root's own directories.
     """
     try:
         status = os.stat(directory)  # noqa: PTH116 - may be any name
@@ -67,7 +66,6 @@ def as_owner(directory: str) -> Iterator[None]:
     if os.geteuid() != _ROOT or status.st_uid == _ROOT or not stat.S_ISDIR(status.st_mode):
         yield
         return
-    _hand_over(directory, status)
     for name in _LATER:  # the owner may not be allowed to read root's Python
         with suppress(ImportError):
             import_module(name)
@@ -81,24 +79,6 @@ def as_owner(directory: str) -> Iterator[None]:
         os.seteuid(_ROOT)
         os.setegid(gid)
         os.setgroups(groups)
-
-
-def _hand_over(directory: str, owner: os.stat_result) -> None:
-    """Give root's files in `.upkeep` to the directory's owner; links stay."""
-    from vua.storage.mark import LIMITS_FILE, MARK, UPKEEP, USES  # noqa: PLC0415 - for root alone
-
-    kept = (f"{UPKEEP}/{name}" for name in ("search", "clock", USES))
-    for name in (UPKEEP, *kept, LIMITS_FILE, MARK):
-        with contextlib.suppress(OSError):
-            flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
-            fd = os.open(f"{directory}/{name}", flags)
-            try:
-                status = os.fstat(fd)
-                alone = stat.S_ISDIR(status.st_mode) or status.st_nlink == 1
-                if status.st_uid == _ROOT and alone:
-                    os.fchown(fd, owner.st_uid, owner.st_gid)
-            finally:
-                os.close(fd)
 
 
 def asking(*, yes: bool) -> Ask:
@@ -305,7 +285,7 @@ def with_help(one: C) -> C:
 
 
 class _Command(click.Command):
-    """A command whose long options may be abbreviated if unambiguous."""
+    """A command whose help explains its arguments, and ends with examples."""
 
     def format_help_text(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         super().format_help_text(ctx, formatter)
@@ -320,17 +300,6 @@ class _Command(click.Command):
         with formatter.section("Examples"):
             for one in EXAMPLES[self.name or ""]:
                 formatter.write(f"{'':{formatter.current_indent}}{one}\n")
-
-    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        known = [name for one in self.get_params(ctx) for name in one.opts if name[:2] == "--"]
-        for place, word in enumerate(args):
-            name, equals, value = word.partition("=")
-            if word == "--":
-                break
-            hits = [one for one in known if one.startswith(name)]
-            if name[:2] == "--" and name not in known and len(hits) == 1:
-                args[place] = f"{hits[0]}{equals}{value}"
-        return super().parse_args(ctx, args)
 
 
 class _OfDirectory(_Command):

@@ -1,8 +1,8 @@
 """The output of commands: for people, as JSON for programs, or nothing.
 
-A command returns a :class:`Report`; an :class:`Output` shows it. On a terminal tables fit its
-width: names are shortened in the middle, sentences continue below, numbers are never cut.
-`rich` gives them colours (none with NO_COLOR). Elsewhere everything is whole, in plain text.
+A command returns a :class:`Report`; an :class:`Output` shows it. On a terminal `rich` folds what is
+too long for its width, but no number, and gives colours (none with NO_COLOR). Elsewhere everything
+is in plain text, each row in a line.
 
 Names in a directory, descriptions, headers and archives may come from an attacker, and a terminal
 obeys control sequences. So a command writes through :func:`guarded` streams, which pass only
@@ -19,7 +19,6 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from typing import TYPE_CHECKING, Any, Final, Literal, TextIO, cast
-from unicodedata import combining, east_asian_width
 
 from vua.io.words import counted, size
 from vua.storage.bucket_cost import KINDS, cost_dollars
@@ -46,10 +45,9 @@ _STYLES: Final = {
     **dict.fromkeys(("bad", "corrupt", "foreign", "error", "damaged"), "bold red"),
 }
 _LEAST: Final = 12
-"""Least width of a column that is shortened or folded."""
-_WHOLE: Final = re.compile(r"[\d.,:%+-]+( [\d.,:%+-]+)?")
-"""Numbers and moments: they are never cut."""
-_ELLIPSIS: Final = "\u2026"
+"""Least width of a column that is folded."""
+_WHOLE: Final = re.compile(r"[\d.,:%+-]{1,20}( [\d.,:%+-]{1,20})?")
+"""Numbers and moments: no word of them is folded."""
 
 
 class Report:
@@ -170,24 +168,12 @@ def _is_screen(stream: TextIO | None) -> bool:
 
 
 def _console() -> Console | None:
-    """Return rich's console if stdout is a terminal that has colours. COLUMNS is its width."""
-    if not _is_screen(sys.stdout):
+    """Return rich's console if stdout is a terminal. COLUMNS is its width."""
+    if not sys.stdout.isatty():
         return None
-    try:
-        from rich.console import Console  # noqa: PLC0415 - takes as long as all of a command
-    except ImportError:
-        return None
+    from rich.console import Console  # noqa: PLC0415 - takes as long as all of a command
+
     return Console(file=_beyond(sys.stdout), markup=False, highlight=False, emoji=False)
-
-
-def _screen_columns() -> int | None:
-    return _terminal_columns() if sys.stdout.isatty() else None
-
-
-def _terminal_columns() -> int:
-    import shutil  # noqa: PLC0415 - takes milliseconds, and pipes do without
-
-    return shutil.get_terminal_size().columns
 
 
 # -- for people ---------------------------------------------------------------------------------
@@ -206,36 +192,32 @@ def table(
         for row in make():
             yield [_shown(str(cell)) for cell in row]
 
-    if (columns := _screen_columns()) is None:
-        _align(head, lambda: itertools.chain([list(head)], cells()))
+    if console := _console():
+        _fit(console, head, list(cells()))
     else:
-        _fit(columns, head, list(cells()))
+        _align(head, lambda: itertools.chain([list(head)], cells()))
 
 
 def facts(title: str, pairs: Iterable[tuple[str, str]]) -> None:
     """Print names and values, aligned, below a title."""
     line("", title)
     cells = [["", f"{_shown(name):<9}", _shown(value)] for name, value in pairs]
-    if (columns := _screen_columns()) is None:
-        _align(["", "", ""], lambda: cells)
+    if console := _console():
+        _fit(console, ["", "", ""], cells)
     else:
-        _fit(columns, ["", "", ""], cells, has_head=False)
+        _align(["", "", ""], lambda: cells)
 
 
 def line(state: str, text: str) -> None:
-    """Print a judging word and a text, or (``""``) a title, which fits the terminal."""
-    console = _console()
-    if state:
-        _print(console, (f"{state}: ", _STYLES.get(state, "")), (_shown(text), ""))
+    """Print a judging word and a text, or (``""``) a title."""
+    word = f"{state}: " if state else ""
+    if (console := _console()) is None:
+        print(f"{word}{plain(text)}".rstrip())
         return
-    words, columns = _shown(text).split(" "), _screen_columns()
-    while columns is not None and _width(" ".join(words)) > columns:
-        at = max(range(len(words)), key=lambda place: _width(words[place]))
-        if _width(words[at]) <= _LEAST:
-            break
-        excess = _width(" ".join(words)) - columns
-        words[at] = _shortened(words[at], max(_LEAST, _width(words[at]) - excess))
-    _print(console, (" ".join(words), "bold"))
+    from rich.text import Text  # noqa: PLC0415 - as for the console
+
+    rest = (_shown(text).rstrip(), "" if state else "bold")
+    console.print(Text.assemble((word, _STYLES.get(state, "")), rest), soft_wrap=bool(state))
 
 
 def print_strays(strays: Sequence[str]) -> None:
@@ -278,149 +260,38 @@ def _align(names: Sequence[str], rows: Callable[[], Iterable[list[str]]]) -> Non
         print("  ".join(placed).rstrip())
 
 
-# -- on a terminal --------------------------------------------------------------------------------
+def _fit(console: Console, head: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+    """Print a table on a terminal: what is long is folded, and numbers are never.
 
-
-def _print(console: Console | None, *parts: tuple[str, str]) -> None:
-    if console is None:
-        print(plain("".join(text for text, _ in parts).rstrip()))
-        return
-    from rich.text import Text  # noqa: PLC0415 - as for the console
-
-    shown = Text()
-    for text, style in parts:
-        shown.append(text, style=style or None)
-    shown.rstrip()
-    console.print(shown, soft_wrap=True)
-
-
-def _fit(
-    screen: int, names: Sequence[str], cells: Sequence[Sequence[str]], *, has_head: bool = True
-) -> None:
-    console = _console()
-    head = [name.strip() for name in names]
-    rows = [*([head] if has_head else []), *cells]
-    widths = _widths(screen, names, rows)
-    if widths is None and has_head:
-        _print_blocks(console, screen, names, cells)
-        return
-    for place, row in enumerate(rows):
-        style = "bold" if has_head and not place else ""
-        _print_row(console, names, row, widths or [0, _LEAST, _LEAST], style)
-
-
-def _print_row(
-    console: Console | None,
-    names: Sequence[str],
-    row: Sequence[str],
-    widths: Sequence[int],
-    style: str,
-) -> None:
-    columns = [_lines(cell, width) for cell, width in zip(row, widths, strict=True)]
-    for number in range(max(map(len, columns))):
-        parts: list[tuple[str, str]] = []
-        for name, cell, lines, width in zip(names, row, columns, widths, strict=True):
-            text = lines[number] if number < len(lines) else ""
-            pad = " " * (width - _width(text))
-            before, after = (pad, "") if name.startswith(" ") else ("", pad)
-            parts += [
-                (("  " if parts else "") + before, ""),
-                (text, style or _STYLES.get(cell, "")),
-                (after, ""),
-            ]
-        _print(console, *parts)
-
-
-def _print_blocks(
-    console: Console | None, screen: int, names: Sequence[str], cells: Sequence[Sequence[str]]
-) -> None:
-    first = max(map(_width, names))
-    rest = max(_LEAST, screen - first - 2)
-    for row in cells:
-        for name, cell in zip(names, row, strict=True):
-            is_whole = name.startswith(" ") or _is_whole(cell)
-            label = name.strip()
-            for text in [cell] if is_whole else _lines(cell, rest):
-                _print(console, (f"{label:<{first}}  ", "bold"), (text, _STYLES.get(cell, "")))
-                label = ""
-        _print(console, ("", ""))
-
-
-def _widths(screen: int, names: Sequence[str], rows: Sequence[Sequence[str]]) -> list[int] | None:
-    """Return the columns' widths; None if they cannot fit.
-
-    Columns of names or sentences get narrower, the widest first; then moments take two lines.
+    Where not even so a table with a head is narrow enough, each row is a table of its own.
     """
-    columns = list(zip(*rows, strict=True))
-    widths = [max(map(_width, column)) for column in columns]
-    excess = sum(widths) + 2 * (len(widths) - 1) - screen
-    for takes_moments in (False, True):
-        least = [
-            width if name.startswith(" ") else _least(column, width, folds=takes_moments)
-            for name, column, width in zip(names, columns, widths, strict=True)
-        ]
-        while excess > 0:
-            wide = [at for at, width in enumerate(widths) if width > least[at]]
-            if not wide:
-                break
-            widths[max(wide, key=widths.__getitem__)] -= 1
-            excess -= 1
-    return widths if excess <= 0 else None
+    from rich.cells import cell_len  # noqa: PLC0415 - as for the console
+    from rich.table import Table  # noqa: PLC0415 - likewise
+    from rich.text import Text  # noqa: PLC0415 - likewise
 
+    def least(cell: str) -> int:
+        is_whole = _WHOLE.fullmatch(cell)
+        return max(map(len, cell.split())) if is_whole else min(_LEAST, cell_len(cell))
 
-def _least(column: Sequence[str], width: int, *, folds: bool) -> int:
-    whole = [_width(one) for one in column if _is_whole(one) and not (folds and " " in one)]
-    return max([min(width, _LEAST), *whole])
-
-
-def _is_whole(cell: str) -> bool:
-    return len(cell) < 3 * _LEAST and _WHOLE.fullmatch(cell) is not None
-
-
-def _lines(cell: str, width: int) -> list[str]:
-    """Return a cell's lines: a name is shortened, a sentence continues."""
-    if _width(cell) <= width:
-        return [cell]
-    if " " not in cell.strip():
-        return [_shortened(cell.strip(), width)]
-    lines = [""]
-    for word in cell.split():
-        rest = word
-        if lines[-1] and _width(lines[-1]) + 1 + _width(rest) <= width:
-            lines[-1] += f" {rest}"
-            continue
-        while _width(rest) > width:
-            part = _start(rest, width)
-            lines.append(part)
-            rest = rest[len(part) :]
-        lines.append(rest)
-    return [one for one in lines if one]
-
-
-def _shortened(name: str, width: int) -> str:
-    """Return a name with an ellipsis in its middle, at most so wide.
-
-    >>> _shortened("meta-llama/Llama-3.1-8B-Instruct", 15)
-    'meta-ll…nstruct'
-    """
-    if _width(name) <= width:
-        return name
-    left = _start(name, width // 2)
-    right = _start(name[::-1], width - 1 - width // 2)[::-1]
-    return f"{left}{_ELLIPSIS}{right}"
-
-
-def _start(text: str, width: int) -> str:
-    stop = min(len(text), width)
-    while stop > 1 and _width(text[:stop]) > width:
-        stop -= 1
-    return text[:stop]
-
-
-def _width(text: str) -> int:
-    if text.isascii():
-        return len(text)
-    return sum(1 + (east_asian_width(one) in "WF") for one in text if not combining(one))
+    names = [name.strip() for name in head]
+    grid = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, show_header=any(names))
+    for at, (name, *cells) in enumerate(zip(names, *rows, strict=True)):
+        is_number = head[at].startswith(" ")
+        grid.add_column(
+            name,
+            justify="right" if is_number else "left",
+            no_wrap=is_number,
+            overflow="fold",
+            min_width=max(map(cell_len if is_number else least, (name, *cells))),
+        )
+    needed = sum(2 + (column.min_width or 0) for column in grid.columns) - 2
+    if needed > console.width and any(names):
+        for row in rows:
+            _fit(console, ["", ""], [*zip(names, row, strict=True), ("", "")])
+        return
+    for row in rows:
+        grid.add_row(*(Text(cell, _STYLES.get(cell, "")) for cell in row))
+    console.print(grid, crop=False)
 
 
 # -- progress -----------------------------------------------------------------------------------
@@ -464,9 +335,12 @@ class _Line:
             self._part, self._began_s = (unit, total), now_s
         self._done = done
         if now_s - self._shown_s > _LINE_S:
+            from shutil import get_terminal_size  # noqa: PLC0415 - takes ms, pipes do without
+
             self._shown_s = now_s
             words = progress_line(plain(text), done, total, amount, unit, now_s - self._began_s)
-            self._stream.write(f"\r\x1b[K{words[: _terminal_columns() - 1]}")
+            columns = get_terminal_size().columns
+            self._stream.write(f"\r\x1b[K{words[: columns - 1]}")
             self._stream.flush()
 
     def clear(self) -> None:

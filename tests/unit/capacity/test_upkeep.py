@@ -481,18 +481,6 @@ class TestOtherUser(UpkeepTest):
         self.assertEqual(6, self.engine(1, 7))
         self.assertTrue(is_marked(self.root))
 
-    @pytest.mark.thorough
-    def test_what_an_older_root_left(self) -> None:
-        """One more `vua gc` by root gives the engine's user back what it needs."""
-        self.assertEqual(1, self.engine(0, 1))
-        subprocess.run(["rm", "-rf", self.root / ".upkeep"], check=True)
-        mine = self.root / ".upkeep"
-        mine.mkdir(mode=0o700)
-        (mine / "clock").touch(mode=0o600)
-        self.assertLess(self.engine(1, 7), 6)
-        self.assertEqual(0, run("gc", self.root)[0])
-        self.assertEqual(6, self.engine(11, 17))
-
     def test_shared_directory(self) -> None:
         """Whoever may write to the directory may evict: the place of the lease has its mode."""
         self.root.chmod(0o2770)

@@ -43,7 +43,6 @@ ELSEWHERE: Final = {
     "Chunks push other files out of memory.": "unit/cli/test_cli_doctor.py: test_cold",
     '"is not what this engine computes"': "unit/connector/test_witness.py: test_who_is_believed",
     "A process was killed.": "unit/capacity/test_gc.py: test_leftovers",
-    "Root's tools have left files of root's.": "unit/capacity/test_upkeep.py: test_what_an_older",
     '"... is gone" or "... is another directory than the one that was open here".':
         "unit/capacity/test_ours.py: test_deleted_under_a_process",
     "The server's clock was set.": "unit/capacity/test_upkeep.py: test_set_back",
