@@ -39,9 +39,9 @@ from vua.vllm.cache_spec import _name, _specs_of, is_causal, known_kind, stored_
 from vua.vllm.engine_identity import engine_identity, find_weights, pages_identity
 from vua.vllm.engine_worker import memory_of
 from vua.vllm.kv_connector_v1 import RunningCode
+from vua.vllm.rows import ENGINES, Engine, Terms
 from vua.vllm.setup import ENGINE, setup_of
 from vua.vllm.support import DRAFTS, WITHOUT_LAYERS, adapters_spill, check_starts, is_tested
-from vua.vllm.tier import ENGINES, Engine, Terms
 
 log = logger("tier")
 
