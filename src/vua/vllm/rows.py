@@ -13,7 +13,7 @@ from vllm.v1.kv_offload.base import OffloadKey
 
 from vua.connector.proved import Kind
 from vua.connector.request import RequestOptions
-from vua.format.keys import ChunkKey, extras_parent
+from vua.format.keys import ChunkKey, Naming, extras_parent
 from vua.store.store import Store
 from vua.weights import Weights
 
@@ -93,6 +93,8 @@ class Request:
     """By cache group and last token: all rows that vLLM has named so far."""
     rows: int = 0
     """How many it had named when it first asked: the prompt's."""
+    named: dict[tuple[OffloadKey, Naming | None], bytes] = field(default_factory=dict)
+    """Digests that `Names.of` has made: a row is named when it is looked up, and loaded."""
 
     @property
     def terms(self) -> Terms:
@@ -125,10 +127,13 @@ class Names:
         tokens, tenant = self._chunk_tokens, naming.tenant if naming else ""
 
         def digest(key: OffloadKey, end: int) -> bytes:
-            extras = [(tag, value) for first, tag, value in terms.extras if first < end]
-            return extras_parent(bytes(key), [("vllm", b"tier.v1"), *extras], naming)
+            if (key, naming) not in request.named:
+                extras = [(tag, value) for first, tag, value in terms.extras if first < end]
+                made = extras_parent(bytes(key), [("vllm", b"tier.v1"), *extras], naming)
+                request.named[key, naming] = made
+            return request.named[key, naming]
 
-        made, ends = list[ChunkKey](), self._ends(request)
+        found, ends = list[ChunkKey](), self._ends(request)
         for key in keys:
             group, end = key[-4:], request.context.get_offload_key_position(key)
             if end is None:
@@ -140,8 +145,8 @@ class Names:
                 before *= self._tokens[whole]
                 parent = digest(ends[whole, before], before)
             where = (place * tokens, (place + 1) * tokens)
-            made.append(ChunkKey(digest(key, end), parent, *where, b"", tenant))
-        return made
+            found.append(ChunkKey(digest(key, end), parent, *where, b"", tenant))
+        return found
 
     def _whole(self, group: bytes) -> bytes | None:
         """Return the group that a group's parents are in."""

@@ -125,16 +125,20 @@ class _Buffer(threading.local):
         self.rows = StagingBuffer(layout, layout.full, max(1, _BUFFER_NBYTES // nbytes))
 
 
-class _Believed:
-    """The writers whose rows may be loaded. For one request and thread."""
+class _Believed(dict[bytes, bool]):
+    """The writers whose rows may be loaded, asked for once. For one request and thread."""
 
     def __init__(self, known: KnownWriters, kind: Kind, own: bytes) -> None:
-        self._known, self._kind, self._own = known, kind, own
+        super().__init__({own: True})
+        self._known, self._kind = known, kind
 
-    def __contains__(self, writer: Any) -> bool:
+    def __missing__(self, writer: bytes) -> bool:
         self._known.learn(self._kind, (writer,))
         known = self._known.holds(self._kind, writer) and not self._known.is_aside(writer)
-        return writer == self._own or known
+        return self.setdefault(writer, known)
+
+    def __contains__(self, writer: Any) -> bool:
+        return self[writer]
 
 
 class VUATier(SecondaryTierManager):
