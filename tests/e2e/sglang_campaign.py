@@ -2,8 +2,8 @@
 
     dev.py sglang-campaign [--setups 16] [--seed 0] [--json FILE]
 
-A set-up is a tiny model, arguments, environment variables, updates of the weights and a request,
-changed at random in up to three ways. Each has a directory of its own, out of which its K and V are
+A set-up is a tiny model, arguments, environment variables and a request, changed at random in up to
+three ways. Each has a directory of its own, out of which its K and V are
 read. Two set-ups share a chunk if it has the same name in the same namespace; that is right if its
 K and V are equal, and wrong if they are not (`e2e.campaign.compare`). 16 set-ups are 120 pairs.
 Not drawn is what computes the same in another way, and counts nevertheless: another implementation
@@ -24,8 +24,6 @@ from pathlib import Path
 from typing import Any
 from uuid import NAMESPACE_URL, uuid5
 
-from safetensors.torch import load_file, save_file
-
 from e2e.adapters import strong_adapter
 from e2e.campaign import LEAST_SHARED, Result, compare, read_chunks
 from e2e.checkpoints import copied, edit, rewritten, scaled
@@ -35,7 +33,6 @@ from e2e.sglang_server import Schedulers, scheduler_arguments
 from small_models import make_model
 
 TEXT = tokens(330, seed=1)
-UP = "model.layers.0.mlp.up_proj.weight"
 
 
 @dataclass(frozen=True)
@@ -46,7 +43,6 @@ class Setup:
     model: Path
     arguments: dict[str, Any] = field(default_factory=dict)
     variables: dict[str, str] = field(default_factory=dict)
-    updates: tuple[Path, ...] = ()
     request: dict[str, Any] = field(default_factory=dict)
     salt: str | None = None
     """Of the request's names, which are no other's then."""
@@ -78,7 +74,6 @@ def _harmless() -> dict[str, Change]:
         "port": lambda s, _: s.with_variables(SGLANG_HEALTH_CHECK_TIMEOUT="33", NCCL_ALGO="Ring"),
         "copied": lambda s, at: replace(s, model=copied(s.model, at)),
         "sharded": lambda s, at: replace(s, model=rewritten(s.model, at, shards=3)),
-        "same weights again": lambda s, _: replace(s, updates=(*s.updates, s.model)),
     }
 
 
@@ -90,14 +85,6 @@ def _meaningful() -> dict[str, Change]:
         shutil.copy(model / "config.json", model / "other.json")
         edit(model / "other.json", rms_norm_eps=0.7)
         return replace(setup, model=model).with_arguments(decrypted_config_file="other.json")
-
-    def part(setup: Setup, at: Path) -> Setup:
-        folder = copied(setup.model, at)
-        changed = {UP: _weights(setup.model)[UP] * 3}
-        for file in folder.glob("model*.safetensors*"):
-            file.unlink()
-        save_file(changed, folder / "model.safetensors", {"format": "pt"})
-        return replace(setup, updates=(*setup.updates, folder))
 
     def adapter(setup: Setup, _: Path) -> Setup:
         place = strong_adapter(models() / "sglang-adapter", seed=1)
@@ -114,10 +101,6 @@ def _meaningful() -> dict[str, Change]:
         "package": lambda s, _: s.with_variables(SGLANG_EXTERNAL_MODEL_PACKAGE="e2e.sglang_models"),
         "override": lambda s, _: s.with_arguments(json_model_override_args='{"rms_norm_eps": 0.5}'),
         "config file": config_file,
-        "part updated": part,
-        "all updated": lambda s, at: replace(
-            s, updates=(*s.updates, scaled(s.model, at, "layers.0.mlp.up_proj.weight"))
-        ),
         "other weights": lambda s, at: replace(
             s, model=scaled(s.model, at, "layers.0.mlp.up_proj.weight")
         ),
@@ -126,13 +109,6 @@ def _meaningful() -> dict[str, Change]:
         "adapter": adapter,
         "guessed": guessed,
     }
-
-
-def _weights(model: Path) -> dict[str, Any]:
-    found: dict[str, Any] = {}
-    for file in sorted(model.glob("*.safetensors")):
-        found |= load_file(file)
-    return found
 
 
 def draw(rng: random.Random, number: int, at: Path) -> Setup:
@@ -152,12 +128,9 @@ def draw(rng: random.Random, number: int, at: Path) -> Setup:
 def observe(sglang: Schedulers, setup: Setup, own: Path) -> Result:
     """Run a set-up in a directory of its own."""
     result = Result(setup)  # type: ignore[arg-type] - salt and changes are what is read of it
-    steps: list[dict[str, Any]] = [{"update": str(one)} for one in setup.updates]
     arguments = scheduler_arguments(setup.model, own, **setup.arguments)
     try:
-        said = sglang.run(
-            arguments, *steps, {"ask": TEXT, "new": 8, **setup.request}, **setup.variables
-        )
+        said = sglang.run(arguments, {"ask": TEXT, "new": 8, **setup.request}, **setup.variables)
     except AssertionError as problem:
         result.problem = str(problem)[-1500:]
         return result

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
-from safetensors.torch import load_file, save_file
 
 from e2e.by_transformers import generate
 from e2e.damage import CHUNK, chunk_files, flip, stored, vanish
@@ -198,30 +197,6 @@ class SGLangTest(unittest.TestCase):
             (CHUNKS * CHUNK, "HiCacheFile", cold.tokens),
             (answer.stored, answer.backend, answer.tokens),
         )
-
-    def test_other_weights(self) -> None:
-        """Weights loaded into the running server leave what was stored; the old ones find it."""
-        other = Path(tempfile.mkdtemp(prefix="vua-test-")) / "other"
-        self.addCleanup(shutil.rmtree, other.parent, ignore_errors=True)
-        shutil.copytree(llama(), other)
-        weights = load_file(other / "model.safetensors")
-        name = "model.layers.0.self_attn.v_proj.weight"
-        weights[name] = weights[name].flip(0).contiguous()
-        save_file(weights, other / "model.safetensors", {"format": "pt"})
-        ids = prompt(10)
-        cold = self.fill(ids)
-
-        self._update(other)
-        changed = self.fill(ids)
-        self.assertNotEqual(cold.tokens, changed.tokens)
-        self.assert_loaded(self.server.ask(ids, new=NEW), changed.tokens)
-
-        self._update(llama())
-        self.assert_loaded(self.server.ask(ids, new=NEW), cold.tokens)
-
-    def _update(self, model: Path) -> None:
-        self.server.forget()  # which waits until nothing runs: it would refuse to drop its cache
-        self.server.call("POST", "/update_weights_from_disk", {"model_path": str(model)})
 
     def test_metrics(self) -> None:
         """The server's metrics count what came from the storage, SGLang's own and VUA's."""

@@ -10,28 +10,22 @@ from __future__ import annotations
 import functools
 import re
 import sys
-import threading
 import time
-from collections.abc import Callable, Mapping
-from pathlib import Path
+from collections.abc import Callable
 from types import FrameType
 from typing import Any, Final
 
-from safetensors import SafetensorError, safe_open
-
 from vua.connector.adapters import Content
-from vua.connector.cache_spec import UncachedError, local_directory
+from vua.connector.cache_spec import UncachedError
 from vua.connector.log import logger
 from vua.connector.weights_watch import Snapshot
-from vua.errors import ConfigError
-from vua.weights import checkpoint_files, process_began_s
+from vua.weights import process_began_s
 
 log = logger("worker")
 
 _ADAPTERS: Final = b"vua.sglang.lora.v1"
-_FROM_DISK: Final = "update_weights_from_disk"
 _UPDATES: Final = (
-    _FROM_DISK,
+    "update_weights_from_disk",
     "load_weights_from_distributed",
     "update_weights_from_tensor",
     "update_weights_from_ipc",
@@ -40,8 +34,6 @@ _UPDATES: Final = (
 )
 """The methods by which a model runner of SGLang gets new weights; other changes are seen in
 memory."""
-_DISK_FORMATS: Final = ("auto", "safetensors")
-"""Those with which an update loads all tensors of the files that `checkpoint_files` names."""
 _MAKES_REQUESTS: Final = "_create_generation_req"
 _ID: Final = re.compile(r"[0-9a-f]{32}")
 """An adapter's id, as SGLang makes them."""
@@ -62,27 +54,16 @@ class Engine:
     def __init__(self, runner: Any, scheduler: Any) -> None:
         """Watch SGLang's model runner; :meth:`find` calls this. Raises UncachedError."""
         self.runner: Any = runner
-        self.directory: Path | None = None
-        """The directory of the expected weights; None: that of the engine's start."""
         self.loaded_s = process_began_s()
-        """When their loading began at the earliest, in seconds since the epoch."""
+        """When the weights' loading began at the earliest, in seconds since the epoch."""
         self.adapters = _adapters(runner.lora_manager)
         """The content of the LoRA adapters that it was started with, by SGLang's id."""
-        self._lock = threading.Lock()
-        served = runner.server_args
-        self._names = _tensor_names(served.model_path, served.revision, served.download_dir)
-        """The tensors that it was started from; None: unknown."""
-        self._beyond = False
-        """Whether something outside a checkpoint may have been changed."""
-        self._snapshot = Snapshot(runner.model)
-        self._left: str | None = None
-        """The sign that the weights are not the expected ones; None: they are."""
-        self._next: Path | None = None
-        """The directory of the runner's current weights, if an update named it."""
-        self._cleared = False
-        """Whether nothing computed by earlier weights is cached any more."""
-        self._pool: Any = None
-        self._watch_updates()
+        self._snapshot, self._left = Snapshot(runner.model), False
+        updater = runner.weight_updater
+        if missing := [name for name in _UPDATES if not hasattr(updater, name)]:
+            msg = f"SGLang's weight updater has no {missing[0]}: updates could not be noticed"
+            raise UncachedError(msg)
+        runner.weight_updater = _Updater(updater, self)
         _keep_adapters_apart(scheduler)
 
     @classmethod
@@ -118,106 +99,37 @@ class Engine:
 
         If so, they have been since this call.
         """
-        snapshot, moment_s = self._snapshot, time.monotonic()
-        return lambda: (
-            self._left is None and self._snapshot is snapshot and snapshot.still_at(moment_s)
-        )
+        moment_s = time.monotonic()
+        return lambda: not self._left and self._snapshot.still_at(moment_s)
 
     def unchanged(self) -> bool:
-        """Whether the weights are the expected ones; checks some of them."""
-        if self._left is None and not self.proof()():
-            self._beyond = True
-            self._leave(self._snapshot.differs or "other weights")
-        return self._left is None
+        """Whether the weights are those of the start; checks some of them."""
+        if not self._left and not self.proof()():
+            self.leave(self._snapshot.differs or "other weights")
+        return not self._left
 
-    def take_directory(self) -> Path | None:
-        """Return where new weights were loaded from, once nothing of earlier ones is cached.
-
-        From then on these are the expected ones. None: none are new, or they are unknown.
-        """
-        with self._lock:
-            if self._left is None or self._next is None or not self._cleared:
-                return None
-            self.directory, self._next, self._left = self._next, None, None
-            return self.directory
-
-    def watch_pool(self, pool: Any) -> None:
-        """Note when the host pool is cleared: SGLang does so when it flushes its caches."""
-        if pool is self._pool:
-            return
-        self._pool, clear = pool, pool.clear
-
-        @functools.wraps(clear)
-        def cleared() -> None:
-            clear()
-            with self._lock:
-                self._cleared = True
-
-        pool.clear = cleared
-
-    def _watch_updates(self) -> None:
-        updater = self.runner.weight_updater
-        if missing := [name for name in _UPDATES if not hasattr(updater, name)]:
-            msg = f"SGLang's weight updater has no {missing[0]}: updates could not be noticed"
-            raise UncachedError(msg)
-        self.runner.weight_updater = _Updater(updater, self)
-
-    def update(self, name: str, update: Callable[..., Any], *args: Any, **named: Any) -> Any:
-        """Let SGLang update the weights; from its start on nothing is loaded or stored.
-
-        The weights are known again after an update that sets all tensors with which the engine was
-        started, unless an earlier one set something else.
-        """
-        self._leave(name)
-        began_s = time.time()
-        if name == _FROM_DISK:
-            return self._update_from_disk(began_s, update, *args, **named)
-        given = _names_given(name, args, named)
-        if given is None or self._names is None or not given <= self._names:
-            self._beyond = True
-        return update(*args, **named)
-
-    def _update_from_disk(
-        self,
-        began_s: float,
-        update: Callable[..., Any],
-        model_path: str,
-        load_format: str,
-        *args: Any,
-        **named: Any,
-    ) -> Any:
-        result = update(model_path, load_format, *args, **named)
-        partly = named.get("weight_name_filter") is not None or args[:1] not in ((), (None,))
-        known = result[0] and not partly and load_format in _DISK_FORMATS and not self._beyond
-        with self._lock:
-            self._snapshot, self.loaded_s = Snapshot(self.runner.model), began_s
-            self._next = Path(model_path) if known and self._sets_all(model_path) else None
-        return result
-
-    def _sets_all(self, model_path: str) -> bool:
-        """Whether files there hold all tensors that the engine was started from."""
-        if self._names is None or self.runner.model_config.quantization is not None:
-            return False
-        found = _tensor_names(model_path, None, self.runner.server_args.download_dir)
-        return found is not None and found >= self._names
-
-    def _leave(self, change: str) -> None:
-        with self._lock:
-            self._left, self._next, self._cleared = change, None, False
-        log.warning(
-            "VUA: the weights change (%s): nothing stored is used, and nothing is stored, until "
-            "all weights are loaded from a directory and the cache is flushed",
-            change,
-        )
+    def leave(self, change: str) -> None:
+        """Have nothing loaded or stored any more."""
+        if not self._left:
+            text = "VUA: the weights change (%s): nothing is loaded or stored until a restart"
+            log.warning(text, change)
+        self._left = True
 
 
 class _Updater:
+    """SGLang's weight updater: an update, from its start on, ends the use of what is stored."""
+
     def __init__(self, updater: Any, engine: Engine) -> None:
         self._vua_updater, self.vua_engine = updater, engine
 
     def __getattr__(self, name: str) -> Any:
         found = getattr(self._vua_updater, name)
-        return functools.partial(self.vua_engine.update, name, found) if name in _UPDATES else found
+
+        def update(*args: Any, **named: Any) -> Any:
+            self.vua_engine.leave(name)
+            return found(*args, **named)
+
+        return update if name in _UPDATES else found
 
 
 def _adapters(manager: Any) -> dict[str, str]:
@@ -239,40 +151,6 @@ def _adapters(manager: Any) -> dict[str, str]:
         ]
         found[name] = Content(held, _ADAPTERS, copied=False).digest()
     return found
-
-
-def _names_given(
-    name: str, args: tuple[Any, ...], named: Mapping[str, Any]
-) -> frozenset[str] | None:
-    """Return the names of the tensors that an update sets, as in files; None: unknown."""
-    if name == "begin_weight_update":
-        return frozenset()  # tensors packed in place are unpacked; packed again at the end
-    if name == "end_weight_update":
-        return None if named.get("run_post_load", True) else frozenset()
-    if name == "update_weights_from_ipc":
-        return None
-    tensors = named.get("named_tensors", args[0] if args else None)
-    load_format = named.get("load_format", args[1] if len(args) > 1 else None)
-    try:
-        if load_format == "flattened_bucket":
-            return frozenset(str(one.name) for one in tensors["metadata"])
-        return None if load_format is not None else frozenset(str(one[0]) for one in tensors)
-    except (AttributeError, KeyError, TypeError, IndexError):
-        return None
-
-
-def _tensor_names(
-    model: str, revision: str | None, download_dir: str | None
-) -> frozenset[str] | None:
-    """Return the names of the tensors in a model's safetensors files; None: no files."""
-    names = set[str]()
-    try:
-        for file in checkpoint_files(local_directory(model, revision, download_dir)):
-            with safe_open(file, "pt") as opened:
-                names.update(opened.keys())
-    except (ConfigError, OSError, SafetensorError):
-        return None
-    return frozenset(names)
 
 
 def kept_apart(extra_key: str | None, lora_id: str | None) -> str | None:

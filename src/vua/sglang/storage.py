@@ -21,6 +21,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Final
 
 import sglang
@@ -453,30 +454,10 @@ class VUAHiCacheStorage(PagesInPlace):
         except (VUAError, OSError) as problem:
             self._refuse(str(problem))
             return
-        self._engine.watch_pool(self.mem_pool_host)
-        native.crew.share(
-            self._rank_config.tp_size * self._rank_config.pp_size
-        )  # of this machine, at most
-        arguments, directory = self._engine.runner.server_args, self._engine.directory
-        if directory is None:
-            self._begin(self._engine, self._pools, arguments.model_path, arguments.revision)
-        else:
-            self._begin(self._engine, self._pools, str(directory))
-
-    def _begin(self, engine: Engine, pools: Pools, name: str, revision: str | None = None) -> None:
-        loaded_s, download_dir = engine.loaded_s, engine.runner.server_args.download_dir
-
-        def identify(stop: threading.Event) -> Weights:
-            files = checkpoint_files(local_directory(name, revision, download_dir))
-            weights = identify_weights(files, stop=stop)
-            if weights.changed_since(loaded_s, stop=stop):
-                raise UncachedError(
-                    "weight files were changed after the engine began to load them, so the loaded "
-                    "weights are unknown; restart the engine"
-                )
-            return weights
-
-        self._opening = Opening(pools.model, self._config, Identification(identify))
+        ranks = self._rank_config.tp_size * self._rank_config.pp_size
+        native.crew.share(ranks)  # of this machine, at most
+        identification = Identification(partial(_identified, self._engine))
+        self._opening = Opening(self._pools.model, self._config, identification)
 
     def _refuse(self, reason: str) -> None:
         if not self._refused:
@@ -622,11 +603,7 @@ class VUAHiCacheStorage(PagesInPlace):
             if self._refused or engine is None or pools is None:
                 return None
             if not engine.unchanged():
-                directory = engine.take_directory()
-                if directory is None:
-                    return None
-                self._leave()
-                self._begin(engine, pools, str(directory))
+                return None
             opened = None if self._opening is None else self._opening.take()
             if self._usable is None and opened is not None:
                 seed = engine.runner.server_args.random_seed
@@ -636,13 +613,6 @@ class VUAHiCacheStorage(PagesInPlace):
                 self._refuse(compares.leave)
                 return None
             return self._usable
-
-    def _leave(self) -> None:
-        usable, self._usable = self._usable, None
-        if self._opening is not None:
-            self._opening.close()
-        if usable is not None:
-            usable.close()
 
     # -- the rest of SGLang's interface -------------------------------------------------------
 
@@ -656,6 +626,18 @@ class VUAHiCacheStorage(PagesInPlace):
             "VUA: %s stays unchanged, since other engines may use it; `vua rm` and `vua gc` delete",
             self._config.shared_storage_path,
         )
+
+
+def _identified(engine: Engine, stop: threading.Event) -> Weights:
+    given = engine.runner.server_args
+    folder = local_directory(given.model_path, given.revision, given.download_dir)
+    weights = identify_weights(checkpoint_files(folder), stop=stop)
+    if weights.changed_since(engine.loaded_s, stop=stop):
+        raise UncachedError(
+            "weight files were changed after the engine began to load them, so the loaded weights "
+            "are unknown; restart the engine"
+        )
+    return weights
 
 
 def _before(extra_info: Any) -> Sequence[str]:
