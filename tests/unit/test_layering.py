@@ -18,11 +18,10 @@ ENGINES = ("llama_cpp", "lmcache", "sglang", "transformers", "vllm")
 NAMERS = {
     "vua.format.keys",
     "vua.store.namespace",
-    "vua.sglang.storage",
     "vua.testing.conformance",
 }
 """What makes a `KeyChain`. All others ask `Namespace.keys`, which knows whether names are secret.
-The last two need plain names, of no cache."""
+The last one needs plain names, of no cache."""
 UNSAFE_MODULES = ("cloudpickle", "dill", "marshal", "pickle", "shelve")
 UNSAFE_CALLS = ("eval", "exec")
 

@@ -10,9 +10,9 @@ from __future__ import annotations
 
 import random
 import threading
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
-from typing import Final
+from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Final, NamedTuple
 
 import torch
 
@@ -25,7 +25,6 @@ from vua.connector.metrics import Recorder
 from vua.connector.prefix_match import PrefixMatch
 from vua.connector.witness import Witness
 from vua.format.keys import ChunkKey
-from vua.sglang.lookups import Stretch
 from vua.store.store import Store
 from vua.store.writer import Writers
 
@@ -37,18 +36,11 @@ _MOST_OPEN: Final = 64
 """Comparisons at once; the oldest is given up for another."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Prompt:
-    request_id: str
-    mm_features: tuple[()] = ()
+class Stretch(NamedTuple):
+    """Consecutive chunks of a prompt that lie in one store."""
 
-
-@dataclass(slots=True)
-class _Open:
-    awaited: set[str]
-    """The names of these chunks."""
-    found: list[ComparisonResult] = field(default_factory=list)
-    nothing: str = "SGLang did not hand over what it computed"
+    first: int
+    store: Store
 
 
 class Comparisons:
@@ -84,28 +76,24 @@ class Comparisons:
         )
         pairs = zip(stores, model.groups, strict=True)
         self._writers = {store: Writers(store, group.written) for store, group in pairs}
-        self._windows = stores[1:]
+        self._stores = stores
         self._lock = threading.Lock()
-        self._open: dict[int, _Open] = {}
+        self._found: dict[int, list[ComparisonResult]] = {}
+        """By the number of a comparison that has not ended."""
         self._orders: dict[str, int] = {}
         """By the name of a chunk, the comparison that wants it."""
         self.leave: str | None = None
         """Why this engine must not use the namespace."""
 
-    @property
-    def on(self) -> bool:
-        """Whether anything is compared."""
-        return self._witness.on
-
     def learn(self, found: PrefixMatch, places: Sequence[Stretch]) -> None:
         """Add the writers of the chunks in these places. Touches the storage."""
-        if not self.on:
+        if not self._witness.on:
             return
         edges = [*(one.first for one in places[1:]), found.stored]
         for (first, store), stop in zip(places, edges, strict=True):
             found.writers += self._of(store).runs(found.keys, first, min(stop, found.stored))
         size, beside = self._model.chunk_tokens, set[bytes]()
-        for group, store in zip(self._model.groups[1:], self._windows, strict=True):
+        for group, store in zip(self._model.groups[1:], self._stores[1:], strict=True):
             start = self._model.first_loaded(group, found.tokens) // size
             for _, names in self._of(store).runs(found.keys, start, found.stored):
                 beside |= names
@@ -121,53 +109,54 @@ class Comparisons:
     def limit(self, found: PrefixMatch, before: int) -> int:
         """Return how many chunks after the first ``before`` may be loaded; begins comparisons."""
         size, stored = self._model.chunk_tokens, found.stored
-        if not self.on or stored <= before:
-            return max(0, stored - before)
-        prompt = _Prompt(found.keys[stored - 1].name[:16])
+        if not self._witness.on:
+            return stored - before
+        prompt = SimpleNamespace(request_id=found.keys[stored - 1].name[:16], mm_features=())
         with self._lock:
             tokens = self._witness.limit(prompt, found, before * size) or 0
             ones = [[1] * stored] * len(self._model.block_sizes)
             order = self._witness.order(prompt.request_id, found, stored * size, ones)
             self._witness.gone(prompt.request_id)
             if order is not None:
-                self._begin(order.number, [key.name for _, keys in order.parts for key in keys])
+                if len(self._found) >= _MOST_OPEN:
+                    self._end(next(iter(self._found)))
+                self._found[order.number] = []
+                names = [key.name for _, keys in order.parts for key in keys]
+                self._orders |= dict.fromkeys(names, order.number)
         return max(0, tokens // size - before)
 
-    def _begin(self, number: int, names: Iterable[str]) -> None:
-        if len(self._open) >= _MOST_OPEN:
-            self._end(next(iter(self._open)))
-        self._open[number] = _Open(set(names))
-        self._orders |= dict.fromkeys(names, number)
-
-    def _end(self, number: int) -> None:
-        case = self._open.pop(number)
-        for name in case.awaited:
-            if self._orders.get(name) == number:
-                del self._orders[name]
-        verdict = Verdict(number, tuple(case.found), "" if case.found else case.nothing)
+    def _end(self, number: int, nothing: str = "SGLang did not hand over what it computed") -> None:
+        self._orders = {name: one for name, one in self._orders.items() if one != number}
+        found = tuple(self._found.pop(number))
+        verdict = Verdict(number, found, "" if found else nothing)
         self.leave = self._witness.learn([verdict]) or self.leave
 
-    def wants(self, key: ChunkKey) -> bool:
-        """Whether a computed chunk is to be compared."""
-        return key.name in self._orders
+    def wants(self, store: Store, key: ChunkKey) -> bool:
+        """Whether a computed chunk of a store's group is to be compared."""
+        return store is self._stores[0] and key.name in self._orders
 
-    def compare(self, files: ShardFiles, key: ChunkKey, computed: Sequence[torch.Tensor]) -> None:
-        """Compare a computed chunk that is wanted; arguments as in :meth:`ShardFiles.agreement`."""
+    def compare(
+        self, places: Sequence[ShardFiles], key: ChunkKey, computed: Sequence[torch.Tensor]
+    ) -> None:
+        """Compare a computed chunk that is wanted with the stored one in the first place it is in.
+
+        ``computed``: see :meth:`ShardFiles.agreement`.
+        """
         layers, quantised = self._model.groups[0].layers, self._model.quantised
-        agreement, writers = files.agreement(key, lambda: computed, layers, quantised=quantised)
+        for files in places:
+            agreement, writers = files.agreement(key, lambda: computed, layers, quantised=quantised)
+            if agreement != "missing":
+                break
         with self._lock:
-            case = self._open.get(number := self._orders.pop(key.name, 0))
-            if case is None:
+            number = self._orders.pop(key.name, 0)
+            if number not in self._found:
                 return
-            case.awaited.discard(key.name)
-            name = f"chunk {key.name[:12]}"
-            if isinstance(agreement, str):
-                case.nothing = f"{name}: its file is {agreement}"
-            else:
+            found, name = self._found[number], f"chunk {key.name[:12]}"
+            if not isinstance(agreement, str):
                 text = f"{name}, tokens from {key.start}: {agreement}"
-                case.found.append(ComparisonResult(key.start, writers, agreement.ratio, text))
-            if not case.awaited or (case.found and not case.found[-1].same):
-                self._end(number)
+                found.append(ComparisonResult(key.start, writers, agreement.ratio, text))
+            if number not in self._orders.values() or (found and not found[-1].same):
+                self._end(number, f"{name}: its file is {agreement}")
 
     def __contains__(self, writer: object) -> bool:
         with self._lock:

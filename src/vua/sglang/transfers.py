@@ -9,9 +9,9 @@ the result is wanted; pages are copied out before anything is written.
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+import contextlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Any, Final
 
 import numpy as np
@@ -135,25 +135,24 @@ def _layers(array: torch.Tensor, axes: str, page_tokens: int) -> list[torch.Tens
 
 log = logger("worker")
 
-_ELSEWHERE: Final = 1 << 16
-"""Chunks in other stores that are remembered."""
 _BUFFERS: Final = 2
 """Per direction: one in use, and one that a hanging thread may still hold."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _Work:
     keys: Sequence[ChunkKey]
     pages: Sequence[int]
     buffer: StagingBuffer
     proven: Callable[[], bool]
-    files: ShardFiles
-    behind: Sequence[ChunkKey] = ()
-    """Chunks that are to be loaded next."""
+    done: int = 0
+    """Loaded chunks that are in place."""
+    outcomes: list[str] = field(default_factory=list)
+    """What became of leading chunks that are to be stored."""
 
 
 class Transfers:
-    """Loads and saves of one rank. :meth:`load` is for one thread, :meth:`save` for another."""
+    """Loads and saves of one pool. :meth:`load` is for one thread, :meth:`save` for another."""
 
     def __init__(
         self,
@@ -165,45 +164,57 @@ class Transfers:
         *,
         writer: str = "",
         believed: Comparisons | None = None,
-        compares: bool = False,
+        other: Callable[[], Store | None] = lambda: None,
     ) -> None:
         """Move ``shard`` between the chunks of ``store`` and ``pages``; count in ``stats``.
 
-        Store in the name of ``writer``, load what is ``believed``, and compare what that wants if
-        this ``compares``.
+        Store in the name of ``writer``, and compare what ``believed`` wants. Load what is
+        ``believed``; ``other`` returns a store for what is missing in ``store``.
         """
-        self.store, self.shard, self._pages, self._stats = store, shard, pages, stats
-        self._writer, self._believed, self._compares = writer, believed, compares
-        payload = shard.payload_nbytes(store.layout)
-        self.chunks = load_chunks(config, payload)
+        self._store, self._shard, self._pages, self._stats = store, shard, pages, stats
+        self._writer, self._believed, self._other = writer, believed, other
+        self._payload = shard.payload_nbytes(store.layout)
+        self.chunks = load_chunks(config, self._payload)
         """How many go at once."""
-        pools = [
+        self._load_buffers, self._save_buffers = (
             StagingPool(store.layout, shard, chunks=self.chunks, limit=_BUFFERS) for _ in range(2)
-        ]
-        self._load_buffers, self._save_buffers = pools
-        limit_s, storage = config.timeouts.io_s, logger("storage")
-        self._loads = Pool[_Work](
-            *(_BUFFERS, "vua-load"),
-            timeout_s=limit_s,
-            breaker=Breaker("loads", storage),
-            late=self._load_is_late,
         )
-        self._saves = Pool[_Work](
-            *(_BUFFERS, "vua-save"),
-            timeout_s=limit_s,
-            breaker=Breaker("saves", storage),
-            late=self._save_is_late,
+        self._loads, self._saves = (
+            Pool[_Work](
+                *(_BUFFERS, f"vua-{name[:-1]}"),
+                timeout_s=config.timeouts.io_s,
+                breaker=Breaker(name, logger("storage")),
+                late=late,
+            )
+            for name, late in (("loads", self._load_is_late), ("saves", self._save_is_late))
         )
-        self._files = ShardFiles(store, shard)
-        self._others: dict[Store, ShardFiles] = {}
-        self._elsewhere: OrderedDict[str, ShardFiles] = OrderedDict()
-        """By the name of a chunk that lies in another store, as far as lookups told."""
+        self._files, self._beside = ShardFiles(store, shard), list[ShardFiles]()
         self._warn_once = WarnOnce(log)
 
     def close(self) -> None:
         """Stop the threads; waits for no storage that hangs."""
         self._loads.close()
         self._saves.close()
+
+    def _sources(self) -> list[ShardFiles]:
+        stores = [one for one in (self._other(),) if one is not None]
+        if stores != [one.store for one in self._beside]:
+            self._beside = [ShardFiles(one, self._shard) for one in stores]
+        return [self._files, *self._beside]
+
+    @staticmethod
+    def _run(
+        pool: Pool[_Work], what: Callable[[Job[_Work]], object], work: _Work, buffers: StagingPool
+    ) -> None:
+        """Run work on a thread, and wait for its end; or until it hangs."""
+        try:
+            job = pool.submit(what, work)
+        except RuntimeError as problem:  # not a single thread can be started
+            log.warning("VUA: %s", problem)
+            buffers.give_back(work.buffer)
+            return
+        with contextlib.suppress(Exception):  # it is overdue, or in the log already
+            job.result()
 
     # -- loads --------------------------------------------------------------------------------
 
@@ -216,48 +227,13 @@ class Transfers:
         chunks are in place; the content of the other pages is undefined. Never raises for storage
         failures.
         """
-        done = 0
-        while done < len(keys):
-            files, stop = self._files_of(keys[done]), done
-            while stop < min(done + self.chunks, len(keys)) and self._files_of(keys[stop]) is files:
-                stop += 1
-            part = slice(done, stop)
-            loaded = self._load_some(keys[part], pages[part], proven, files, keys[stop:])
-            done += loaded
-            if loaded < len(keys[part]):
-                break
-        return done
-
-    def note(self, keys: Iterable[ChunkKey], store: Store) -> None:
-        """Note that these chunks lie in this store, the own one or another."""
-        own = store is self.store
-        for key in keys if self._elsewhere or not own else ():
-            self._elsewhere.pop(key.name, None)
-            if not own:
-                self._elsewhere[key.name] = self._others.setdefault(
-                    store, ShardFiles(store, self.shard)
-                )
-            while len(self._elsewhere) > _ELSEWHERE:
-                self._elsewhere.popitem(last=False)
-
-    def _files_of(self, key: ChunkKey) -> ShardFiles:
-        return self._elsewhere.get(key.name, self._files)
-
-    def _load_some(
-        self,
-        keys: Sequence[ChunkKey],
-        pages: Sequence[int],
-        proven: Callable[[], bool],
-        files: ShardFiles,
-        behind: Sequence[ChunkKey],
-    ) -> int:
         buffer = self._load_buffers.take() if self._loads.breaker.allows() else None
         if buffer is None:
             self._stats.add("vua_load_stops_total", label="paused")
             return 0
-        behind = behind if files is self._files else ()
-        work = _Work(keys, pages, buffer, proven, files, behind)
-        return self._result(self._loads, self._read, work, self._load_buffers)
+        work = _Work(keys, pages, buffer, proven)
+        self._run(self._loads, self._read, work, self._load_buffers)
+        return work.done
 
     def _load_is_late(self, job: Job[_Work]) -> None:
         if not job.started:
@@ -265,36 +241,51 @@ class Transfers:
         self._stats.add("vua_load_stops_total", label="timeout")
 
     def _read(self, job: Job[_Work]) -> None:
-        """Load, and copy into the pool while a caller waits for it."""
-        work, done, reason = job.what, 0, "error"
-
-        def scatter(chunks: int) -> None:
-            nonlocal done
-            if work.proven():
-                self._pages.scatter(work.pages[:chunks], [a[:chunks] for a in work.buffer.arrays])
-                done = chunks
-
+        work, believed, sources, reason = job.what, self._believed, self._sources(), "error"
         try:
-            believed = self._believed
-            loaded = work.files.load_run(work.buffer, work.keys, job, scatter, believed=believed)
-            reason = loaded.reason or ("" if done == len(work.keys) else "reset")
-            nbytes = loaded.chunks * self.shard.payload_nbytes(self.store.layout)
-            self._stats.add("vua_loaded_bytes_total", nbytes, "slab")
+            reason = self._load(job, sources)
         except Exception:
             log.exception("a load failed")
         try:
             if job.settle(well=reason != "error"):
                 if reason:
                     self._stats.add("vua_load_stops_total", label=reason)
-                job.tell(done)
+                job.tell()
                 if reason not in ("", "error", "reset"):
-                    rest = [*work.keys[done:], *work.behind]
-                    for _ in work.files.weed(work.buffer, rest, reason, job, believed=believed):
+                    rest = work.keys[work.done :]
+                    for _ in sources[0].weed(work.buffer, rest, reason, job, believed=believed):
                         pass  # reading them puts damaged files aside; SGLang is not told
             if believed is not None:
-                believed.learn_refused(work.files.store)
+                for files in sources:
+                    believed.learn_refused(files.store)
         finally:
             self._load_buffers.give_back(work.buffer)  # not earlier: a hanging read may write to it
+
+    def _load(self, job: Job[_Work], sources: list[ShardFiles]) -> str:
+        """Load while a caller waits; return why it stopped, "" at the end of the keys.
+
+        The first of ``sources`` is then the latest one that was read.
+        """
+        work, missed = job.what, 0
+
+        def scatter(chunks: int) -> None:
+            if work.proven():
+                pages = work.pages[work.done : work.done + chunks]
+                self._pages.scatter(pages, [array[:chunks] for array in work.buffer.arrays])
+                work.done += chunks
+
+        while work.done < len(work.keys) and job.wanted:
+            first, keys = work.done, work.keys[work.done : work.done + self.chunks]
+            loaded = sources[0].load_run(work.buffer, keys, job, scatter, believed=self._believed)
+            self._stats.add("vua_loaded_bytes_total", loaded.chunks * self._payload, "slab")
+            if work.done < first + loaded.chunks:
+                return "reset"
+            if loaded.reason is not None:
+                missed = 1 if loaded.chunks else missed + 1
+                if loaded.reason != "missing" or missed == len(sources):
+                    return loaded.reason
+                sources.append(sources.pop(0))
+        return ""
 
     # -- saves --------------------------------------------------------------------------------
 
@@ -306,87 +297,69 @@ class Transfers:
         Ends at the first that cannot be stored, since none after it would be found. Never raises
         for storage failures.
         """
-        for at in range(0, len(keys), self.chunks):
-            part = slice(at, at + self.chunks)
-            if self._save_some(keys[part], pages[part], proven) < len(keys[part]):
-                return
-
-    def _save_some(
-        self, keys: Sequence[ChunkKey], pages: Sequence[int], proven: Callable[[], bool]
-    ) -> int:
         buffer = self._save_buffers.take() if self._saves.breaker.allows() else None
         if buffer is None:
             self._stats.add("vua_chunks_saved_total", len(keys), "paused")
-            return 0
-        for place, page in enumerate(pages):
-            self._pages.gather(page, [array[place] for array in buffer.arrays])
-        work = _Work(keys, pages, buffer, proven, self._files)
-        return self._result(self._saves, self._write, work, self._save_buffers)
+            return
+        work = _Work(keys, pages, buffer, proven)
+        self._run(self._saves, self._write, work, self._save_buffers)
 
     def _save_is_late(self, job: Job[_Work]) -> None:
         if not job.started:
             self._save_buffers.give_back(job.what.buffer)
-        self._count(["timeout"] * len(job.what.keys))
+        self._count(job.what, "timeout")
 
-    def _write(self, job: Job[_Work]) -> int:
-        work, outcomes, rest = job.what, list[str](), "error"
+    def _write(self, job: Job[_Work]) -> None:
+        work, rest = job.what, "error"
         try:
-            if work.proven():
-                if self._compares:
-                    self._compare(job)
-                with self._files.saver(work.buffer.memory, self._writer) as saver:
-                    for statuses in saver.save_each(work.keys):
-                        outcomes += outcomes_of(statuses)
-                rest = "refused"
-            else:
-                rest = "reset"
+            rest = self._save(job)
         except StorageError as problem:
             self._warn_once(type(problem).__name__, f"chunks are not stored: {problem}")
         except Exception:
             log.exception("chunks were not stored")
         finally:
             self._save_buffers.give_back(work.buffer)  # not earlier: a hanging write may read it
-            outcomes += [rest] * (len(work.keys) - len(outcomes))
-            if job.settle(well="error" not in outcomes):
-                self._count(outcomes)
-        return outcomes.count("written") + outcomes.count("present")
+            if job.settle(well=rest != "error"):
+                self._count(work, rest)
 
-    def _compare(self, job: Job[_Work]) -> None:
-        work, believed = job.what, self._believed
-        for place, key in enumerate(work.keys):
-            if believed is not None and believed.wants(key):
+    def _save(self, job: Job[_Work]) -> str:
+        """Store while a caller waits; return what became of chunks that are not stored."""
+        work = job.what
+        for at in range(0, len(work.keys), self.chunks):
+            keys = work.keys[at : at + self.chunks]
+            with job.use() as wanted:
+                if not wanted:  # the pages may be another request's by now
+                    break
+                for place, page in enumerate(work.pages[at : at + self.chunks]):
+                    self._pages.gather(page, [array[place] for array in work.buffer.arrays])
+            if not work.proven():
+                return "reset"
+            self._compare(job, keys)
+            with self._files.saver(work.buffer.memory, self._writer) as saver:
+                for statuses in saver.save_each(keys):
+                    work.outcomes += outcomes_of(statuses)
+            job.progress()
+            if len(work.outcomes) < at + len(keys):
+                break
+        return "refused"
+
+    def _compare(self, job: Job[_Work], keys: Sequence[ChunkKey]) -> None:
+        believed = self._believed
+        for place, key in enumerate(keys):
+            if believed is not None and believed.wants(self._store, key):
                 try:
-                    files = self._files_of(key)
-                    believed.compare(files, key, [one[place] for one in work.buffer.arrays])
+                    computed = [one[place] for one in job.what.buffer.arrays]
+                    believed.compare(self._sources(), key, computed)
                 except Exception:  # an error costs a comparison
                     log.exception("a chunk could not be compared")
                 job.progress()
 
-    def _count(self, outcomes: Sequence[str]) -> None:
-        written, layout = outcomes.count("written"), self.store.layout
+    def _count(self, work: _Work, rest: str) -> None:
+        outcomes = [*work.outcomes]
+        outcomes += [rest] * (len(work.keys) - len(outcomes))
+        written, layout = outcomes.count("written"), self._store.layout
         for outcome in {"written", *outcomes}:
             self._stats.add("vua_chunks_saved_total", outcomes.count(outcome), outcome)
-        self._stats.add("vua_stored_bytes_total", written * self.shard.payload_nbytes(layout))
+        self._stats.add("vua_stored_bytes_total", written * self._payload)
         if layout.window is None:  # else these are counted with the other layers
             self._stats.add("vua_stored_tokens_total", written * layout.chunk_tokens)
-
-    # -- both ---------------------------------------------------------------------------------
-
-    @staticmethod
-    def _result(
-        pool: Pool[_Work],
-        what: Callable[[Job[_Work]], object],
-        work: _Work,
-        buffers: StagingPool,
-    ) -> int:
-        """Run work on a thread; return how many chunks were moved, 0 if it hangs."""
-        try:
-            job = pool.submit(what, work)
-        except RuntimeError as problem:  # not a single thread can be started
-            log.warning("VUA: %s", problem)
-            buffers.give_back(work.buffer)
-            return 0
-        try:
-            return int(job.result())
-        except Exception:  # noqa: BLE001 - overdue, or in the log already
-            return 0

@@ -13,16 +13,15 @@ from helpers import SOON_S, DirectoryTest
 from vua.connector.cache_spec import Group, Model
 from vua.connector.config import ConnectorConfig, Timeouts
 from vua.connector.metrics import Recorder
+from vua.connector.opening import OpenedNamespace
 from vua.connector.proved import written
 from vua.format.identity import Identity
 from vua.format.keys import KeyChain, token_ids
 from vua.format.layout import KVLayout
-from vua.sglang.comparisons import Comparisons
-from vua.sglang.lookups import Lookups
+from vua.sglang.session import Part, Pools, Session
 from vua.sglang.settings import chunk_keys
-from vua.sglang.transfers import HostPages, Transfers
+from vua.sglang.transfers import HostPages
 from vua.store.namespace import Namespace
-from vua.store.writer import new_writer
 
 PAGE, PAGES = 16, 6
 LAYOUT = KVLayout(layers=2, kv_heads=2, k_dim=8, v_dim=8, dtype="F32", chunk_tokens=PAGE)
@@ -35,48 +34,41 @@ class Server:
         self, test: ComparisonsTest, setup: str, factor: float = 1.0, every: int = 1000
     ) -> None:
         group = Group(LAYOUT, (0, 1), ((LAYOUT.full,),), (0,))
-        self.model = Model(Identity(model="test", chunk_tokens=PAGE), (group,), (PAGE,))
-        self.namespace = Namespace.create(test.root, self.model.identity, [LAYOUT])
-        test.addCleanup(self.namespace.close)
+        model = Model(Identity(model="test", chunk_tokens=PAGE), (group,), (PAGE,))
+        namespace = Namespace.create(test.root, model.identity, [LAYOUT])
         config = ConnectorConfig(
             shared_storage_path=str(test.root),
             witness_every=every,
             timeouts=Timeouts(lookup_s=SOON_S),  # on a busy machine
         )
-        self.factor, stats = factor, Recorder()
-        writer = new_writer("sglang", setup * 64)
-        self.compares = Comparisons(
-            *(self.model, self.namespace.stores, config, stats),
-            setup=setup * 64, writer=writer, seed=1,
-        )  # fmt: skip
+        self.factor = factor
         buffer = torch.zeros(2, PAGES * PAGE, 2, 2, 8)
         self.pool: Any = SimpleNamespace(
             layout="page_first", page_size=PAGE, page_num=PAGES, kv_buffer=buffer,
             k_buffer=buffer[0], v_buffer=buffer[1],
         )  # fmt: skip
-        self.moves = Transfers(
-            *(self.namespace.stores[0], LAYOUT.full, HostPages(self.pool, latent=False)),
-            *(config, stats), writer=writer, believed=self.compares, compares=True,
-        )  # fmt: skip
-        self.lookups = Lookups(config, stats)
-        for one in (self.moves, self.lookups):
-            test.addCleanup(one.close)
+        part = Part(group, HostPages(self.pool, latent=False), writes=True)
+        pools = Pools({"kv": part}, model, setup * 64)
+        opened = OpenedNamespace(model, namespace)
+        self.session = Session(pools, opened, config, Recorder(), seed=1)
+        test.addCleanup(self.session.close)
 
     def ask(self, seed: int) -> int:
         """Serve a prompt: what may be loaded is, the rest is computed and stored; pages loaded."""
         chain = KeyChain(token_ids(range(1000 * seed, 1000 * seed + PAGES * PAGE)), PAGE)
         keys = chunk_keys([], [chain[at].name for at in range(PAGES)], PAGE)
-        found = self.lookups.find(self.model, self.namespace.stores, keys, 0, self.compares.learn)
-        loaded = self.compares.limit(found, 0)
+        loaded, slots = self.session.find(keys, 0), torch.arange(PAGES * PAGE)
         self.pool.kv_buffer[:] = -1.0
-        loaded = self.moves.load(keys[:loaded], range(loaded), lambda: True) if loaded else 0
+        if loaded:
+            given = keys[:loaded], slots[: loaded * PAGE]
+            loaded = self.session.load("kv", *given, lambda: True)
         tokens = torch.arange(PAGES * PAGE) + 1000.0 * seed
         right = (torch.sin(tokens) * self.factor)[None, :, None, None, None]
         right = right.expand(self.pool.kv_buffer.shape)
         self.right = torch.equal(self.pool.kv_buffer[:, : loaded * PAGE], right[:, : loaded * PAGE])
         self.pool.kv_buffer[:] = right
         if loaded < PAGES:
-            self.moves.save(keys[loaded:], range(loaded, PAGES), lambda: True)
+            self.session.save("kv", keys[loaded:], slots[loaded * PAGE :], lambda: True)
         written()
         return loaded
 
