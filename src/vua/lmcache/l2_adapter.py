@@ -27,12 +27,12 @@ import logging
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import CancelledError
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 from lmcache.lmcache_native import Bitmap
@@ -42,6 +42,7 @@ from lmcache.v1.platform import create_event_notifier
 
 from vua.capacity.limits import Limits
 from vua.connector.cache_spec import UncachedError, local_directory
+from vua.connector.log import WarnOnce
 from vua.connector.savings import savings_at
 from vua.errors import ConfigError, VUAError
 from vua.format.identity import Identity
@@ -54,6 +55,7 @@ from vua.storage.base import entry_name
 from vua.storage.location import nearest
 from vua.store.namespace import Namespace
 from vua.store.place import create_namespace, locate
+from vua.store.store import Store
 from vua.store.writer import EntryWriter, process_writer
 from vua.weights import Identification, Weights, checkpoint_files, identify_weights
 from vua.weights.content import State
@@ -69,61 +71,35 @@ _NO_CONFIG: Final = frozenset(("tokenizer.json", "tokenizer_config.json", "vocab
 """Files that turn text into tokens, which are in the key."""
 
 
-@dataclass(frozen=True, slots=True)
-class _ModelFiles:
+class _ModelFiles(NamedTuple):
     weights: tuple[Path, ...]
     beside: tuple[Path, ...]
     states: tuple[State, ...]
-    only: bool = field(compare=False)
-    """It is the only snapshot of that name in the hub's cache, so no other one can be loaded."""
 
     @classmethod
     def at(cls, name: str) -> _ModelFiles:
         """Find them. Raises UncachedError, ConfigError, OSError."""
         folder = local_directory(name.partition(_DECORATION)[0], None, None)
         weights = tuple(checkpoint_files(folder))
-        beside = tuple(
-            path
-            for pattern in _BESIDE
-            for path in sorted(folder.glob(pattern))
-            if path.name not in _NO_CONFIG and path.is_file()
-        )
-        states = tuple(State.of(path) for path in (*weights, *beside))
-        snapshots = folder.parent
-        only = snapshots.name == "snapshots" and len(list(snapshots.iterdir())) == 1
-        return cls(weights, beside, states, only)
+        found = sorted(path for pattern in _BESIDE for path in folder.glob(pattern))
+        beside = tuple(path for path in found if path.name not in _NO_CONFIG and path.is_file())
+        return cls(weights, beside, tuple(State.of(path) for path in (*weights, *beside)))
 
     def digest(self, since_s: float, stop: threading.Event) -> Weights:
         """Digest all of them. Raises ConfigError, OSError, CancelledError.
 
         Raises UncachedError if they may have changed since `since_s`.
         """
-        digest = hashlib.sha256(b"vua.lmcache.model.v1")
+        weights, digest = identify_weights(self.weights, stop=stop), hashlib.sha256()
+        digest.update(f"vua.lmcache.model.v1 {weights.fingerprint};".encode())
+        changed_s = weights.changed_s
         for path in self.beside:
             content = hashlib.sha256(path.read_bytes()).hexdigest()
             digest.update(f"{path.name} {content};".encode())
-        config = Weights(digest.hexdigest(), (), 0, 0, 0.0, 0.0)
-        weights = identify_weights(self.weights, stop=stop)
-        ticked_s = since_s - CLOCK_TICK_S
-        changed = [path for path in self.beside if _changed_s(path) > ticked_s]
-        if not self.only:
-            same = weights.changed_s <= ticked_s and not changed
-        else:  # an engine that was started after the server may have fetched it
-            same = not weights.changed_since(ticked_s, stop=stop) and all(map(_is_named, changed))
-        if not same:
+            changed_s = max(changed_s, State.of(path).changed_s, link_changed_s(path))
+        if changed_s > since_s - CLOCK_TICK_S:
             raise UncachedError("its files were changed after this server's start")
-        return weights.joined(config)
-
-
-def _changed_s(path: Path) -> float:
-    return max(State.of(path).changed_s, link_changed_s(path))
-
-
-def _is_named(path: Path) -> bool:
-    """Whether it is a blob of the hub's cache and its name matches (git's digest or SHA-256)."""
-    content = path.read_bytes()
-    git = hashlib.sha1(b"blob %d\0" % len(content) + content, usedforsecurity=False)
-    return path.resolve().name in (git.hexdigest(), hashlib.sha256(content).hexdigest())
+        return replace(weights, fingerprint=digest.hexdigest())
 
 
 class Models:
@@ -142,13 +118,13 @@ class Models:
             )
         self._labels, self._began_s = given, time.time()
         self._lock = threading.Lock()
-        self._found: dict[str, _ModelFiles] = {}
-        self._known: dict[str, tuple[float, Identification]] = {}
+        self._known: dict[str, tuple[_ModelFiles, float, Identification]] = {}
+        """By name: its files, when they were first found, and the search for their digest."""
         self._refused: set[str] = set()
 
     def close(self) -> None:
         """Stop searches, without waiting."""
-        for _, search in self._known.values():
+        for *_, search in self._known.values():
             search.close()
 
     def digest(self, name: str) -> str | None:
@@ -162,42 +138,25 @@ class Models:
         if name in self._refused:
             return None
         try:
-            began_s, search = self._search(name)
-            search.wait(max(0.0, began_s + _FIRST_WAIT_S - time.monotonic()))
-            if not search.answer.done():
+            now = _ModelFiles.at(name)
+            with self._lock:
+                if name not in self._known:
+                    search = Identification(partial(now.digest, self._began_s))
+                    self._known[name] = now, time.monotonic(), search
+            first, began_s, search = self._known[name]
+            if now != first:
+                raise UncachedError("its files were changed after it was served first")
+            if not search.wait(max(0.0, began_s + _FIRST_WAIT_S - time.monotonic())):
                 return None
-            weights = search.answer.result()
+            return f"files {search.answer.result().fingerprint}"
         except CancelledError:
             return None
         except (VUAError, OSError) as problem:
-            self._refuse(name, problem)
+            with self._lock:
+                level = logging.DEBUG if name in self._refused else logging.ERROR
+                self._refused.add(name)
+            log.log(level, _REFUSED, name, problem, name)
             return None
-        return f"files {weights.fingerprint}"
-
-    def _search(self, name: str) -> tuple[float, Identification]:
-        """Return the search for a model, started if needed; raises UncachedError for a change."""
-        now = _ModelFiles.at(name)
-        with self._lock:
-            if name not in self._known:
-                self._found[name] = now
-                find = partial(now.digest, self._began_s)
-                self._known[name] = (time.monotonic(), Identification(find))
-            elif now != self._found[name]:
-                raise UncachedError("its files were changed after it was served first")
-            return self._known[name]
-
-    def _refuse(self, name: str, problem: Exception) -> None:
-        with self._lock:
-            told = name in self._refused
-            self._refused.add(name)
-        if not told:
-            log.error(
-                "VUA: nothing of LMCache's model %s is stored or loaded: %s. If its files are on "
-                'this host, restart this server after the engines; if not, set "label": {"%s": '
-                '"..."} in adapter_params, a text that changes whenever its weights or its '
-                "configuration do",
-                *(name, problem, name),
-            )
 
 
 log = logging.getLogger(__name__)
@@ -207,6 +166,11 @@ _SETTINGS: Final = (
     "threads",
 )
 _THREADS: Final = 4
+_REFUSED: Final = (
+    "VUA: nothing of LMCache's model %s is stored or loaded: %s. If its files are on this host, "
+    'restart this server after the engines; if not, set "label": {"%s": "..."} in adapter_params, '
+    "a text that changes whenever its weights or its configuration do"
+)
 _STORE, _LOOKUP, _LOAD = "store", "lookup", "load"
 
 
@@ -262,16 +226,12 @@ class _Form:
         )
 
 
-@dataclass(slots=True)
-class _Task:
+class _Task(NamedTuple):
     kind: str
     keys: Sequence[Any]
     objects: Sequence[Any]
     forms: Sequence[_Form | None]
     found: list[bool]
-    left: int
-    lock: threading.Lock = field(default_factory=threading.Lock)
-    began_s: float = field(default_factory=time.monotonic)
 
 
 class VUAL2Adapter(L2AdapterInterface):
@@ -318,15 +278,14 @@ class VUAL2Adapter(L2AdapterInterface):
         self._models = Models(given.pop("label", None))
         self._root = locate(given.pop("path"))
         self._durable, self._epoch = bool(given.pop("durable", False)), given.pop("epoch", "")
-        self._threads = int(given.pop("threads", _THREADS))
+        self._pool = Pool[_Task](int(given.pop("threads", _THREADS)), "vua-lmcache")
         self._bounds = Limits(**given)
-        self._pool = Pool[None](self._threads, "vua-lmcache")
         self._savings = savings_at(nearest(self._root), Security())
         self._namespaces: dict[tuple[_Form, str], Namespace] = {}
         self._fds = {kind: create_event_notifier() for kind in (_STORE, _LOOKUP, _LOAD)}
         self._done: dict[str, dict[int, Any]] = {kind: {} for kind in self._fds}
         self._lock = threading.Lock()
-        self._last_id, self._warned = 0, False
+        self._last_id, self._warn_once = 0, WarnOnce(log)
 
     # -- what LMCache calls -------------------------------------------------------------------
 
@@ -404,38 +363,28 @@ class VUAL2Adapter(L2AdapterInterface):
     def _start(
         self, kind: str, keys: Sequence[Any], objects: Sequence[Any], forms: Sequence[_Form | None]
     ) -> int:
+        task = _Task(kind, keys, objects, forms, [False] * len(keys))
         with self._lock:
             self._last_id += 1
-            number = self._last_id
-        step = max(1, -(-len(keys) // self._threads))
-        parts = [range(at, min(at + step, len(keys))) for at in range(0, len(keys), step)]
-        task = _Task(kind, keys, objects, forms, [False] * len(keys), max(1, len(parts)))
-        for part in parts or [range(0)]:
-            self._pool.submit(partial(self._run, number, task, part))
-        return number
+            self._pool.submit(partial(self._run, self._last_id), task)
+            return self._last_id
 
-    def _run(self, number: int, task: _Task, part: range, _: Job[None]) -> None:
-        work: dict[str, Callable[[_Task, range], None]] = {
-            _STORE: self._store, _LOOKUP: self._look_up, _LOAD: self._load,
-        }  # fmt: skip
+    def _run(self, number: int, job: Job[_Task]) -> None:
+        task, began_s = job.what, time.monotonic()
+        work = {_STORE: self._store, _LOOKUP: self._look_up, _LOAD: self._load}
         try:
-            work[task.kind](task, part)
+            work[task.kind](task)
         except (VUAError, OSError) as problem:
-            level = logging.DEBUG if self._warned else logging.WARNING
-            self._warned = True
-            log.log(level, "LMCache's objects are not available here: %s", problem)
+            self._warn_once(type(problem).__name__, f"objects are not available: {problem}")
         except Exception:
             log.exception("a %s task of LMCache's failed", task.kind)
-        with task.lock:
-            task.left -= 1
-            if task.left:
-                return
-        self._count(task)
+        self._count(task, time.monotonic() - began_s)
+        result = self._result(task)
         with self._lock:
-            self._done[task.kind][number] = self._result(task)
+            self._done[task.kind][number] = result
         self._fds[task.kind].notify()
 
-    def _count(self, task: _Task) -> None:
+    def _count(self, task: _Task, seconds: float) -> None:
         """Count a task's chunks, of which LMCache has an object for each rank and group."""
         tokens: dict[Any, int] = {}
         missing = set[Any]()
@@ -447,7 +396,6 @@ class VUAL2Adapter(L2AdapterInterface):
         if task.kind == _LOOKUP:
             self._savings.looked_up("", len(whole), len(tokens), 1, ends=False)
         if task.kind == _LOAD:
-            seconds = time.monotonic() - task.began_s
             self._savings.loaded(sum(map(tokens.__getitem__, whole)), 0, seconds)
 
     def _result(self, task: _Task) -> Any:
@@ -464,23 +412,19 @@ class VUAL2Adapter(L2AdapterInterface):
             bits.set(at)
         return bits
 
-    def _store(self, task: _Task, part: range) -> None:
-        for form, places in _by_form(task, part):
-            namespace = self._namespace(form, create=True)
-            if namespace is None:
+    def _store(self, task: _Task) -> None:
+        for form, places in _by_form(task):
+            if (namespace := self._namespace(form, create=True)) is None:
                 continue
-            keys = [_name(task.keys[at]) for at in places]
-            store = namespace.stores[0]
+            keys, store = [_name(task.keys[at]) for at in places], namespace.stores[0]
             memory = _memory([task.objects[at] for at in places])
-            writer = EntryWriter(store, memory, writer=process_writer("lmcache"))
-            writer.save_all(keys)
-            for at, key in zip(places, keys, strict=True):
-                task.found[at] = store.holds(key, [form.layout.full])
+            EntryWriter(store, memory, writer=process_writer("lmcache")).save_all(keys)
+            for at, held in zip(places, _held(store, keys), strict=True):
+                task.found[at] = held
 
-    def _load(self, task: _Task, part: range) -> None:
-        for form, places in _by_form(task, part):
-            namespace = self._namespace(form)
-            if namespace is None:
+    def _load(self, task: _Task) -> None:
+        for form, places in _by_form(task):
+            if (namespace := self._namespace(form)) is None:
                 continue
             store, begin = namespace.stores[0], 0
             while rest := places[begin:]:
@@ -491,22 +435,22 @@ class VUAL2Adapter(L2AdapterInterface):
                     task.found[at] = True
                 begin += loaded + 1  # the next one misses; later ones need not
 
-    def _look_up(self, task: _Task, part: range) -> None:
-        seen: dict[tuple[str, _Form | None], list[tuple[_Form, Namespace | None]]] = {}
-        for at in part:
-            key, form = task.keys[at], task.forms[at]
-            asked = (key.model_name, form)
-            if asked not in seen:
-                seen[asked] = self._places(*asked)
-            task.found[at] = any(
-                namespace is not None and namespace.stores[0].holds(_name(key), [one.layout.full])
-                for one, namespace in seen[asked]
-            )
+    def _look_up(self, task: _Task) -> None:
+        groups: dict[tuple[str, _Form | None], list[int]] = defaultdict(list)
+        for at, (key, form) in enumerate(zip(task.keys, task.forms, strict=True)):
+            groups[key.model_name, form].append(at)
+        for (model, form), places in groups.items():
+            keys = [_name(task.keys[at]) for at in places]
+            for namespace in self._namespaces_of(model, form):
+                for at, held in zip(places, _held(namespace.stores[0], keys), strict=True):
+                    task.found[at] |= held
 
-    def _places(self, model: str, form: _Form | None) -> list[tuple[_Form, Namespace | None]]:
+    def _namespaces_of(self, model: str, form: _Form | None) -> list[Namespace]:
         if form is not None:
-            return [(form, self._namespace(form))]
-        return [*self._used(model)] if self._models.digest(model) is not None else []
+            found = self._namespace(form)
+            return [] if found is None else [found]
+        known = self._models.digest(model) is not None
+        return [namespace for _, namespace in self._used(model)] if known else []
 
     def _used(self, model: str) -> list[tuple[_Form, Namespace]]:
         with self._lock:
@@ -544,12 +488,19 @@ def _name(key: Any) -> ChunkKey:
     return ChunkKey(hashlib.sha256(framed).digest(), b"", 0, 1)
 
 
-def _by_form(task: _Task, part: range) -> Iterator[tuple[_Form, list[int]]]:
+def _by_form(task: _Task) -> Iterator[tuple[_Form, list[int]]]:
     groups: dict[_Form, list[int]] = defaultdict(list)
-    for at in part:
-        if (form := task.forms[at]) is not None:
+    for at, form in enumerate(task.forms):
+        if form is not None:
             groups[form].append(at)
     yield from groups.items()
+
+
+def _held(store: Store, keys: Sequence[ChunkKey]) -> list[bool]:
+    wanted = [store.layout.full]
+    if store.search is not None:  # all at once: a bucket answers slowly
+        return store.search.holds(keys, wanted)
+    return [store.holds(key, wanted) for key in keys]
 
 
 def _memory(objects: Sequence[Any]) -> MemoryMap:

@@ -6,14 +6,13 @@ import os
 import select
 import time
 import unittest
-from hashlib import sha256
 from importlib import util
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import torch
-from safetensors.torch import save, save_file
+from safetensors.torch import save_file
 
 from buckets import seaweedfs, speaking_to
 from commands import told
@@ -176,28 +175,6 @@ class TestL2Adapter(DirectoryTest):
         while time.time() <= file.stat().st_ctime + 0.02:
             time.sleep(0.001)
 
-    def use_hub(self) -> None:
-        """Let the hub's client have its cache in a place of this test."""
-        place = mock.patch("huggingface_hub.constants.HF_HUB_CACHE", str(self.root / "hub"))
-        place.start()
-        self.addCleanup(place.stop)
-
-    def fetch(self, revision: int, value: float, *, name: str = "") -> None:
-        """Leave what the hub's client leaves of a revision: blobs, links to them, a reference."""
-        repo = self.root / "hub" / "models--org--model"
-        snapshot = repo / "snapshots" / f"{revision:040}"
-        for folder in (snapshot, repo / "blobs", repo / "refs"):
-            folder.mkdir(parents=True, exist_ok=True)
-        content = save({"a": torch.full((8,), value)})
-        for file, data, blob in (
-            ("model.safetensors", content, name or sha256(content).hexdigest()),
-            ("config.json", b"{}", "9e26dfeeb6e641a33dae4961196235bdb965b21b"),  # git's
-        ):
-            (repo / "blobs" / blob).write_bytes(data)
-            (snapshot / file).symlink_to(Path("..", "..", "blobs", blob))
-        (repo / "refs" / "main").write_text(snapshot.name)
-        self.grow_old(snapshot / file)
-
     def test_another_checkpoint(self) -> None:
         """Other weights, or another configuration, at the same path find nothing of the old."""
         folder, values = self.model(), self.values()
@@ -240,43 +217,6 @@ class TestL2Adapter(DirectoryTest):
         self.configure(folder, 500)
         with self.assertLogs("vua", "ERROR"):
             self.assertFalse(self.store(late, keys, values).is_successful())
-
-    def test_a_checkpoint_that_is_fetched(self) -> None:
-        """A model that an engine fetches from the hub after the server's start is served."""
-        values, keys = self.values(), self.keys()
-        self.use_hub()
-        adapter = self.adapter(label=None)
-        self.fetch(1, 1.0)
-        self.assertTrue(self.store(adapter, keys, values).is_successful())
-        again = self.adapter(label=None)
-        self.assertEqual([True] * COUNT, self.same(values, self.load(again, keys)))
-
-    def test_a_checkpoint_that_is_fetched_damaged(self) -> None:
-        """Weights or a configuration with the name of others' are not what was fetched."""
-        self.use_hub()
-        adapter = self.adapter(label=None)
-        self.fetch(1, 1.0, name="2" * 64)
-        with self.assertLogs("vua", "ERROR") as told:
-            self.assertFalse(self.store(adapter, self.keys(), self.values()).is_successful())
-        self.assertRegex(told.output[0], "changed after this server's start")
-        adapter = self.adapter(label=None)
-        (config,) = self.root.glob("hub/*/snapshots/*/config.json")
-        config.write_text('{"rope_theta": 500}')
-        with self.assertLogs("vua", "ERROR") as told:
-            self.assertFalse(self.store(adapter, self.keys(), self.values()).is_successful())
-        self.assertRegex(told.output[0], "changed after this server's start")
-
-    def test_a_checkpoint_that_is_fetched_again(self) -> None:
-        """A new revision of a model is not served: an engine may have loaded the one before."""
-        self.use_hub()
-        self.fetch(1, 1.0)
-        adapter = self.adapter(label=None)
-        self.fetch(2, 2.0)
-        with self.assertLogs("vua", "ERROR") as told:
-            self.assertFalse(self.store(adapter, self.keys(), self.values()).is_successful())
-        self.assertRegex(told.output[0], "changed after this server's start")
-        later = self.adapter(label=None)
-        self.assertTrue(self.store(later, self.keys(), self.values()).is_successful())
 
     def test_label(self) -> None:
         """Without a model's files a label has to be given, and each label has its own objects."""
