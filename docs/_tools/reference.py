@@ -196,13 +196,10 @@ def sizes() -> str:
     rows = []
     for name in MODELS:
         nbytes = token_nbytes(layout_of(name))
-        gib = 2**30 / nbytes
-        row = [name, f"{nbytes / 1024:,.1f} KiB", f"{64 * nbytes / 2**20:,.1f} MiB"]
-        row += [f"{PROMPT_TOKENS * nbytes / 2**30:.2f} GiB", f"{gib:,.0f}"]
+        row = [name, f"{nbytes / 1024:,.1f} KiB", f"{PROMPT_TOKENS * nbytes / 2**30:.2f} GiB"]
         rows.append([*row, f"{nbytes * PREFILL / 1e9:.2f} GB/s"])
-    heads = ["model, bfloat16", "a token", "a chunk of 64 tokens", f"{PROMPT_TOKENS:,} tokens"]
-    heads += ["tokens in 1 GiB", f"break-even at {PREFILL:,} tokens/s"]
-    return table(heads, rows)
+    heads = ["model, bfloat16", "a token", f"{PROMPT_TOKENS:,} tokens"]
+    return table([*heads, f"break-even at {PREFILL:,} tokens/s"], rows)
 
 
 def dtypes() -> str:
