@@ -517,7 +517,6 @@ def sglang(*arguments: str) -> int:
     tests = (
         "test_sglang.py",
         "test_sglang_identity.py",
-        "test_sglang_warm.py",
         "test_sglang_windows.py",
         "test_examples.py::ExamplesTest::test_engines",
     )
@@ -719,14 +718,6 @@ def identity_campaign(*arguments: str) -> int:
     return run("-m", "e2e.campaign", *arguments, paths=("src", "tests"))
 
 
-def sglang_campaign(*arguments: str) -> int:
-    """Compares random SGLang servers, each by its own K and V (--setups 16: 120 pairs)."""
-    if not install_sglang():
-        sys.exit("dev.py: SGLang could not be installed")
-    os.environ["VUA_SGLANG_PYTHON"] = str(SGLANG / "bin" / "python")
-    return run("-m", "e2e.sglang_campaign", *arguments, paths=("src", "tests"))
-
-
 def transformers_campaign(*arguments: str) -> int:
     """Changes models of transformers at random; nothing wrong may be loaded (--changes 60)."""
     return run("-m", "e2e.transformers_campaign", *arguments, paths=("src", "tests"))
@@ -805,7 +796,6 @@ TARGETS = {
             olympics,
             situations,
             identity_campaign,
-            sglang_campaign,
             transformers_campaign,
             soak,
             fuzz,
