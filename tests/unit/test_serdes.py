@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import doctest
 import json
+import math
 import pickle
 import struct
 import unittest
@@ -15,6 +16,7 @@ import safetensors.torch
 import torch
 from hypothesis import strategies as st
 
+from helpers import bits, noise
 from properties import given, settings
 from vua import serdes
 from vua.errors import CorruptEntryError, InputError
@@ -30,31 +32,19 @@ def carries(dtype: torch.dtype, *, back: bool = False) -> bool:
         return False
 
 
-CERTAIN = (
-    torch.float64,
-    torch.float32,
-    torch.float16,
-    torch.bfloat16,
-    torch.float8_e4m3fn,
-    torch.float8_e5m2,
-    torch.int64,
-    torch.int32,
-    torch.int16,
-    torch.int8,
-    torch.uint8,
-    torch.bool,
+CERTAIN = tuple(
+    getattr(torch, name)
+    for name in (
+        *("float64", "float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2"),
+        *("int64", "int32", "int16", "int8", "uint8", "bool"),
+    )
 )
 # Depends on the releases of safetensors and torch.
 RECENT = tuple(
     getattr(torch, name)
     for name in (
-        "uint64",
-        "uint32",
-        "uint16",
-        "complex64",
-        "float8_e4m3fnuz",
-        "float8_e5m2fnuz",
-        "float8_e8m0fnu",
+        *("uint64", "uint32", "uint16", "complex64"),
+        *("float8_e4m3fnuz", "float8_e5m2fnuz", "float8_e8m0fnu"),
     )
     if hasattr(torch, name)
 )
@@ -65,19 +55,7 @@ SHAPES = ((), (1,), (0,), (3, 0, 2), (2, 3, 5), (1, 1, 1, 1, 1, 1, 7))
 
 
 def tensor_of(dtype: torch.dtype, shape: tuple[int, ...], seed: int = 0) -> torch.Tensor:
-    """Every bit pattern of the dtype is as likely as any other, NaNs and infinities included."""
-    generator = torch.Generator().manual_seed(seed)
-    if dtype is torch.bool:
-        return torch.randint(0, 2, shape, generator=generator).bool()
-    size = (*shape, torch.empty((), dtype=dtype).element_size())
-    raw = torch.randint(0, 256, size, dtype=torch.uint8, generator=generator)
-    return raw.view(dtype).reshape(shape)
-
-
-def bits(t: torch.Tensor) -> bytes:
-    """The tensor's values as bytes: unlike `==` these can tell NaNs and zeros apart."""
-    dense = t.reshape(-1).clone(memory_format=torch.contiguous_format)
-    return dense.view(torch.uint8).numpy().tobytes()
+    return noise(math.prod(shape), dtype=dtype, seed=seed).reshape(shape)
 
 
 def file_of(header: Any, payload: bytes = b"", header_nbytes: int | None = None) -> bytes:
@@ -162,7 +140,8 @@ class TestRoundTrip(unittest.TestCase):
         """The tensors agree in dtype, shape and every bit."""
         self.assertEqual(expected.dtype, actual.dtype)
         self.assertEqual(expected.shape, actual.shape)
-        self.assertEqual(bits(expected), bits(actual))
+        dense = expected.clone(memory_format=torch.contiguous_format)
+        self.assertEqual(bits(dense), bits(actual))
 
     def test_every_dtype_and_shape(self) -> None:
         """Every dtype comes back bit by bit in every shape, scalars and empty ones included."""
@@ -212,20 +191,6 @@ class TestRoundTrip(unittest.TestCase):
 
                 self.assertEqual([1, 0, 0, 0], actual.tolist())
 
-    @pytest.mark.gpu
-    @unittest.skipUnless(torch.cuda.is_available(), "needs a CUDA device")
-    def test_cuda(self) -> None:
-        """A tensor on a GPU gives the same bytes as its copy in memory, and can come back there."""
-        for dtype in DTYPES:
-            with self.subTest(dtype=dtype):
-                expected = tensor_of(dtype, (3, 5))
-                written = tensor_to_bytes(expected.to("cuda"))
-                actual = bytes_to_tensor(written, device="cuda")
-
-                self.assertEqual(tensor_to_bytes(expected), written)
-                self.assertEqual("cuda", actual.device.type)
-                self.assert_same(expected, actual.cpu())
-
     def test_examples_in_docstrings(self) -> None:
         """The examples in the docstrings show what happens."""
         result = doctest.testmod(serdes)
@@ -259,12 +224,6 @@ class TestCompatibility(unittest.TestCase):
                     written = safetensors.torch.save({name: expected}, metadata={"a": "b"})
 
                     self.assertEqual(bits(expected), bits(bytes_to_tensor(written)))
-
-    def test_padded_header(self) -> None:
-        """A header padded with spaces, as the format allows, is read."""
-        padded = file_of(json.dumps(one()).encode() + b" " * 4000, FOUR)
-
-        self.assertEqual([0.0], bytes_to_tensor(padded).tolist())
 
     def test_pinned_bytes(self) -> None:
         """The bytes of a known tensor never change between releases."""
@@ -314,14 +273,6 @@ class TestAttacks(unittest.TestCase):
 
         self.assertEqual(24, actual.nbytes)
 
-    @settings(max_examples=200)
-    @given(st.binary(max_size=200))
-    def test_noise(self, noise: bytes) -> None:
-        """Noise is refused as corrupt, whatever length of header it announces."""
-        for data in (noise, struct.pack("<Q", max(0, len(noise) - 3)) + noise):
-            with self.assertRaises(CorruptEntryError):
-                bytes_to_tensor(data)
-
 
 class TestRefusals(unittest.TestCase):
     """Tensors that have no plain bytes are refused before anything is written."""
@@ -356,8 +307,3 @@ class TestRefusals(unittest.TestCase):
 
         with self.assertRaisesRegex(InputError, "dequantize"):
             tensor_to_bytes(t)
-
-    def test_not_bytes(self) -> None:
-        """A number is not taken for a length of bytes."""
-        with self.assertRaises(TypeError):
-            bytes_to_tensor(2**40)  # type: ignore[arg-type]
