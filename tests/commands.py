@@ -19,6 +19,23 @@ from vua.core import VUA, VUAConfig
 
 TOKENS = torch.arange(500, 512)
 PAGE = ROOT / "docs" / "commands.md"
+COMMANDS: list[list[str]] = [
+    ["ls", "PLACE"], ["ls", "PLACE", "-l"], ["ls", "PLACE", "-l", "--sort", "prompt"],
+    ["ls", "PLACE", "--sort", "newest"], ["du", "PLACE"], ["du", "PLACE", "--quick"],
+    ["verify", "PLACE"], ["verify", "PLACE", "--sample", "10%"],
+    ["top", "PLACE", "--once", "--interval", "0.01"], ["doctor", "PLACE"],
+    ["explain", "PLACE", "--tokens", "TOKENS"],
+    ["explain", "PLACE", "--tokens", "TOKENS", "--quick"], ["events", "PLACE"],
+    ["inspect", "PLACE", "abcdef"], ["export", "PLACE", "TAR", "--all"],
+    ["export", "PLACE", "TAR", "--tokens", "TOKENS"], ["import", "PLACE", "TOKENS"],
+    ["ttl", "PLACE"], ["ttl", "PLACE", "1d"], ["pin", "PLACE"], ["gc", "PLACE", "--dry-run"],
+    ["gc", "PLACE", "--quick"], ["gc", "PLACE", "--max-bytes", "1G"],
+    ["gc", "PLACE", "--ttl", "1h"], ["gc", "PLACE"], ["verify", "PLACE", "--repair"],
+    ["rm", "PLACE", "--all", "--dry-run"], ["rm", "PLACE", "abcdef"],
+    ["rm", "PLACE", "--all", "--yes"], ["args", "vllm", "PLACE"], ["completion", "bash"],
+    ["identify", "PLACE"], ["key", "KEY"], ["warm", "TOKENS", "--server", "http://127.0.0.1:9"],
+]  # fmt: skip
+"""Every command in one or several forms, but for `ui`, which goes on."""
 
 
 def run(*arguments: str | Path) -> tuple[int, str, str]:
@@ -65,6 +82,15 @@ def documented(verb: str) -> set[str]:
             heads = re.findall(r"^- ((?:`[^`]+`(?:, )?)+)", section, re.MULTILINE)
             return {name for head in heads for name in re.findall(r"`([^`]+)`", head)}
     raise AssertionError(verb)
+
+
+def filled_in(command: list[str], place: str, beside: Path) -> list[str]:
+    """A command of COMMANDS on a cache, with files in another directory."""
+    tokens, archive = beside / "tokens", beside / "new.tar"
+    tokens.write_text(json.dumps(TOKENS.tolist()))
+    archive.unlink(missing_ok=True)
+    given = {"PLACE": place, "TOKENS": str(tokens), "TAR": str(archive)}
+    return [given.get(word, f"{beside}/own.key" if word == "KEY" else word) for word in command]
 
 
 class CliTest(DirectoryTest):

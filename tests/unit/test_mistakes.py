@@ -103,12 +103,6 @@ class MistakesTest(CliTest):
         self.assertEqual(1, code)
         self.shows(out, "bad", "does not start here", "trusted_uids")
 
-    def test_doctor(self) -> None:
-        """It does not say of a directory that engines refuse that they start there."""
-        code, out, _ = run("doctor", self.foreign)
-        self.assertEqual(1, code)
-        self.shows(out, "bad", "notes.txt", "vua-cache")
-
     def test_vllm_settings(self) -> None:
         """Names, types and sizes, before the engine starts."""
         kv_path = str(self.root)
@@ -202,20 +196,6 @@ class MistakesTest(CliTest):
         self.shows(problem, "'80'", "'80%'", "'80G'", "'80B'")
         self.assertEqual(before, run("ls", self.root)[1])
         self.shows(run("gc", self.root, "--max-bytes", "5Q")[2], "'5Q'", "'500G'")
-
-    def test_explain(self) -> None:
-        """A text as token ids; a model by its name in the hub."""
-        text = self.beside / "p.txt"
-        text.write_text("hello there")
-        problem = run("explain", self.root, "--tokens", text)[2]
-        self.shows(problem, str(text), "expected a JSON list of token ids", "'hello'")
-        os.environ["HF_HUB_CACHE"] = str(self.beside)
-        problem = run("explain", self.root, "--prompt", text, "--model", "Qwen/Qwen3-8B")[2]
-        self.shows(problem, "Qwen/Qwen3-8B", "not a directory", str(self.beside), "hf download")
-        folder = self.beside / "models--Qwen--Qwen3-8B" / "snapshots" / "abc"
-        folder.mkdir(parents=True)
-        problem = run("explain", self.root, "--prompt", text, "--model", "Qwen/Qwen3-8B")[2]
-        self.shows(problem, f"{folder}/tokenizer.json: no such file", "--tokens")
 
     @unittest.skipUnless(find_spec("obstore"), "obstore is not installed")
     def test_bucket(self) -> None:

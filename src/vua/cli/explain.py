@@ -288,8 +288,7 @@ def explain(directory: str, *, security: Security = NO_KEYS, **asked: Any) -> Re
     order = asked.pop("order")
     question = SimpleNamespace(security=security, **asked)
     if order is not None:
-        with explaining(order):
-            count, made_of = read_documents(order, question.model)
+        count, made_of = read_documents(order, question.model)
         more = {"namespace": question.namespace, "salt": question.salt}
         places, tokens, name = order_documents(directory, count, made_of, security=security, **more)
         where = f" in namespace {name[:SHORT]}" if name else ""
@@ -298,8 +297,7 @@ def explain(directory: str, *, security: Security = NO_KEYS, **asked: Any) -> Re
     if question.block_tokens is not None and question.block_tokens < 1:
         text = f"--block-tokens must be a positive number, found {question.block_tokens}"
         raise ConfigError(text)
-    with explaining(str(question.tokens or question.prompt)):
-        prompts = read_prompts(question.tokens, question.prompt, question.model)
+    prompts = read_prompts(question.tokens, question.prompt, question.model)
     catalog = open_catalog(directory)
     found, _ = catalog.contents()
     expected = _expected(question)
@@ -331,7 +329,7 @@ def _expected(question: SimpleNamespace) -> ModelIdentity | None:
     ):
         return None
     size = question.chunk_tokens or _DEFAULT_CHUNK_TOKENS
-    with explaining(question.model), progress() as show:
+    with progress() as show:
         return expect(
             question.model,
             chunk_tokens=size,

@@ -16,7 +16,7 @@ import click
 from vua.cli.command import COMMANDS, ENTRIES, GROUPS, VARIABLE, with_help
 from vua.cli.interrupts import INTERRUPTED, interrupts
 from vua.cli.output import UNUSABLE, guarded, plain
-from vua.errors import StorageError, VUAError
+from vua.errors import StorageError, VUAError, explained
 
 if TYPE_CHECKING:
     from click.shell_completion import CompletionItem
@@ -122,9 +122,9 @@ def _run(words: list[str]) -> int:  # noqa: PLR0911 - a status for each way to e
     except (VUAError, OSError) as problem:
         if interrupts.came:
             return INTERRUPTED
-        text = problem.strerror if isinstance(problem, OSError) else problem
         if isinstance(problem, OSError) and not isinstance(problem, StorageError):
-            text = ": ".join(str(one) for one in (problem.filename, text) if one)
+            problem = explained(problem, str(problem.filename or "a file"))
+        text = problem.strerror if isinstance(problem, OSError) else problem
         print(plain(f"vua {words[0]}: {text or problem}"), file=sys.stderr)
         return UNUSABLE
     except KeyboardInterrupt:

@@ -15,15 +15,15 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import itertools
 import os
 import re
 import secrets
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, BinaryIO, Final, cast
 
 import click
@@ -41,26 +41,21 @@ from vua.cli.output import DAMAGED, SOUND, Output, Report, line, plain, progress
 from vua.cli.prompt import read_prompts
 from vua.errors import (
     ConfigError,
-    CorruptEntryError,
     EntryError,
-    ForeignEntryError,
     InputError,
     LayoutError,
     StorageError,
-    UntrustedError,
-    explained,
 )
-from vua.format.entry import AUTHENTIC, ENCRYPTED, EntryCodec
 from vua.format.keys import ChunkKey, KeyChain
 from vua.format.layout import Shard, payload_map
-from vua.format.parse import EntryInfo, parse_entry
 from vua.io.files import make_file
 from vua.io.words import counted, size
 from vua.security.settings import Security
-from vua.storage.base import Batch, entry_name
+from vua.storage.base import entry_name
 from vua.storage.description import DESCRIPTION, MAX_DESCRIPTION_NBYTES, parse_description
 from vua.storage.location import Location
 from vua.storage.names import AFTER, SUFFIX, chunk_path
+from vua.store.evidence import stored_header
 from vua.store.place import create_namespace, open_namespace
 from vua.store.store import Store
 from vua.store.writer import EntryWriter
@@ -71,25 +66,6 @@ _MOST_PROBLEMS: Final = 20
 
 
 # -- export ---------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ExportChoice:
-    """What `vua export` includes."""
-
-    names: Sequence[str] = ()
-    """First digits of chunks (each with its prefix) or of namespaces (all of it)."""
-    following: bool = False
-    """Also the descendants of the named chunks."""
-    tokens: str | None = None
-    """File of a prompt's token ids: everything stored of it, in every namespace."""
-    prompt: str | None = None
-    """File of its text, instead of ``tokens``; needs ``model`` for its tokenizer."""
-    model: str | None = None
-    salt: str = ""
-    everything: bool = False
-    security: Security = NO_KEYS
-    """The keys that name the prompt's chunks; sealed files are exported unchanged."""
 
 
 @dataclass(slots=True)
@@ -115,29 +91,23 @@ def export(
 ) -> Report:
     """Write the chosen prefixes to ``file`` (``-``: stdout); exit status 1 if some was damaged.
 
-    ``chosen`` are :class:`ExportChoice`'s fields. A file appears under its name when it is
-    complete, and never replaces another one. Raises ConfigError, InputError, StorageError.
+    ``chosen`` are the options. A file appears under its name when it is complete, and never
+    replaces another one. Raises ConfigError, InputError, OSError.
     """
-    choice = ExportChoice(security=security, **chosen)
+    choice = SimpleNamespace(security=security, **chosen)
     if bool(choice.names) + bool(choice.tokens or choice.prompt) + choice.everything != 1:
         raise ConfigError(
             "choose what to export: names, or a prompt (--tokens, --prompt), or --all"
         )
     if file == "-" and output.is_json:
         raise ConfigError("the archive goes to stdout, and so would --json; name a file")
-    done = _ExportCounts()
-    try:
-        catalog = open_catalog(directory)
-        with progress() as show, catalog.namespaces(show) as (found, _):
-            wanted = _chosen(found, choice, show)
-            if not any(wanted.values()):
-                raise ConfigError("nothing of that is stored; see `vua explain`")
-            with _created(file) as stream:
-                _write(wanted, Writer(stream), done, show)
-    except OSError as problem:
-        if isinstance(problem, (StorageError, BrokenPipeError)):
-            raise
-        raise explained(problem, str(problem.filename or directory)) from problem
+    done, catalog = _ExportCounts(), open_catalog(directory)
+    with progress() as show, catalog.namespaces(show) as (found, _):
+        wanted = _chosen(found, choice, show)
+        if not any(wanted.values()):
+            raise ConfigError("nothing of that is stored; see `vua explain`")
+        with _created(file) as stream:
+            _write(wanted, Writer(stream), done, show)
 
     def show_done() -> None:
         out = sys.stderr if file == "-" else sys.stdout
@@ -150,7 +120,7 @@ def export(
 
 
 def _chosen(
-    found: Sequence[NamespaceCatalog], choice: ExportChoice, show: Show
+    found: Sequence[NamespaceCatalog], choice: SimpleNamespace, show: Show
 ) -> dict[NamespaceCatalog, list[str]]:
     """Return the chunks of each namespace, parents before children, each once."""
     wanted: dict[NamespaceCatalog, dict[str, None]] = {}
@@ -224,13 +194,15 @@ def _write_chunk(
                 if shard is None or layout is None:
                     continue
                 file = stack.enter_context(source.opened(f"{path}/{name}"))
-                state = file.state()
-                info = _checked(file, EntryCodec(source.name, layout, shard), chunk)
-                before = before or (info.parent if info.start else "")
-                files.append((name, file, state))
+                files.append((name, file, file.state()))
+                check = check_open(file, ExpectedEntry(source.name, chunk, shard, layout))
+                if check.outcome != "sound" or check.info is None:
+                    done.problems.append(f"{source.name}/{path}: {'; '.join(check.reasons)}")
+                    return
+                before = before or (check.info.parent if check.info.start else "")
         except FileNotFoundError:
             return  # evicted this moment; what follows has no prefix then
-        except (EntryError, LayoutError, OSError) as problem:
+        except OSError as problem:
             done.problems.append(f"{source.name}/{path}: {problem}")
             return
         if not files or (before and before not in kept):
@@ -244,21 +216,6 @@ def _write_chunk(
                 raise StorageError(errno.EIO, f"{path}/{name} was changed while it was exported")
     done.chunks += 1
     kept.add(chunk)
-
-
-def _checked(file: OpenFile, codec: EntryCodec, chunk: str) -> EntryInfo:
-    """Return the header of a file that is sound and fits its path. Raises EntryError, OSError."""
-    sizes = file_sizes(codec)
-    if file.nbytes not in sizes:
-        msg = f"{file.nbytes} bytes long, expected {' or '.join(map(str, sizes))}"
-        raise CorruptEntryError(msg)
-    found = check_open(file, ExpectedEntry(codec.namespace, chunk, codec.shard, codec.layout))
-    if found.outcome == "sound" and found.info is not None:
-        return found.info
-    text = "; ".join(found.reasons)
-    if found.outcome == "error":
-        raise OSError(errno.EIO, text)
-    raise CorruptEntryError(text) if found.outcome == "corrupt" else ForeignEntryError(text)
 
 
 @contextlib.contextmanager
@@ -301,24 +258,19 @@ def import_(directory: str, file: str) -> Report:
     """Import an archive; exit status 1 if some of it was damaged or found no space.
 
     ``file`` may be ``-`` for stdin. Root imports as the directory's owner. Raises InputError for an
-    invalid archive, ConfigError, StorageError.
+    invalid archive, ConfigError, OSError.
     """
     done = _ImportCounts()
-    try:
-        with ExitStack() as stack:
-            show = stack.enter_context(progress())
-            stream, total = cast(BinaryIO, sys.stdin.buffer), 0
-            if file != "-":
-                stream = stack.enter_context(Path(file).open("rb"))
-                total = os.fstat(stream.fileno()).st_size
-            stack.enter_context(as_owner(directory))
-            catalog = open_catalog(directory, create=True)
-            catalog.claim()
-            _Taker(catalog.place, Reader(stream), done, stack).run(show, total)
-    except OSError as problem:
-        if isinstance(problem, StorageError):
-            raise
-        raise explained(problem, str(problem.filename or directory)) from problem
+    with ExitStack() as stack:
+        show = stack.enter_context(progress())
+        stream, total = cast(BinaryIO, sys.stdin.buffer), 0
+        if file != "-":
+            stream = stack.enter_context(Path(file).open("rb"))
+            total = os.fstat(stream.fileno()).st_size
+        stack.enter_context(as_owner(directory))
+        catalog = open_catalog(directory, create=True)
+        catalog.claim()
+        _Taker(catalog.place, Reader(stream), done, stack).run(show, total)
 
     def show_done() -> None:
         for text in done.problems[:_MOST_PROBLEMS]:
@@ -374,11 +326,7 @@ class _Taker:
             raise ConfigError("no name that a cache has")
         namespace, _, chunk, name = match.groups()
         if name.startswith(AFTER) and re.fullmatch("[0-9a-f]{64}", name[len(AFTER) :]):
-            if (
-                self._before.setdefault((namespace, chunk), name[len(AFTER) :])
-                != name[len(AFTER) :]
-            ):
-                raise ConfigError("another chunk was named as this one's predecessor")
+            self._before.setdefault((namespace, chunk), name[len(AFTER) :])
             return
         shard = Shard.parse(name.removesuffix(SUFFIX)) if name.endswith(SUFFIX) else None
         if shard is None:
@@ -446,27 +394,7 @@ class _Taker:
         """
         known = (store.namespace, chunk)
         if self._ends.get(known) is None:
-            self._ends[known] = _stored_end(store, chunk)
+            names = [entry_name(chunk, shard) for shard in store.shards(chunk)]
+            headers = filter(None, (stored_header(store.storage, name) for name in names))
+            self._ends[known] = next((info.stop for info in headers), None)
         return self._ends[known]
-
-
-def _stored_end(store: Store, chunk: str) -> int | None:
-    kinds = ("", AUTHENTIC, ENCRYPTED)
-    for shard, kind in itertools.product(store.shards(chunk), kinds):
-        with suppress(OSError, EntryError, UntrustedError, LayoutError):
-            header = _stored_header(store, store.codec(shard, kind), chunk)
-            return parse_entry(header).stop
-    return None
-
-
-def _stored_header(store: Store, codec: EntryCodec, chunk: str) -> bytes:
-    """Read one entry's header, as long as ``codec`` says. It is not verified.
-
-    Raises CorruptEntryError for an entry of another length, UntrustedError, OSError.
-    """
-    name = entry_name(chunk, codec.shard)
-    batch = Batch.of_bytes(name, codec.file_nbytes, codec.header_nbytes)
-    filled = store.storage.read(batch)
-    if filled.problem is not None:
-        raise filled.problem
-    return bytes(batch.headers[0])

@@ -12,11 +12,11 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
-from typing import Final, Literal
+from typing import Any, Final, Literal
 
 import click
 
@@ -27,7 +27,6 @@ from vua.catalog.check import (
     OUTCOMES,
     Check,
     Checker,
-    ExpectedEntry,
     Verification,
     check_at,
 )
@@ -47,8 +46,6 @@ from vua.cli.output import (
     when,
 )
 from vua.errors import ConfigError
-from vua.format.entry import FORMAT, SEALED
-from vua.format.parse import EntryInfo
 from vua.io.words import counted, size
 from vua.security.keyring import KnownKeys
 from vua.security.settings import Security
@@ -305,17 +302,18 @@ def inspect(files: Sequence[str]) -> Report:
     if Path(files[0]).is_dir() or (len(files) > 1 and not any(map(os.path.lexists, files))):
         files = list(_named(files[0], files[1:]))
     checker = Checker()
-    found = [(file, *check_at(file, checker)) for file in files]
-    outcomes = {check.outcome for _, check, _, _ in found}
+    found = [(file, *check_at(file, checker)[:2]) for file in files]
+    outcomes = {check.outcome for _, check, _ in found}
     status = UNUSABLE if "error" in outcomes else DAMAGED if outcomes - {"sound"} else SOUND
+    reports = [_describe_file(file, check) for file, check, _ in found]
 
     def show() -> None:
-        for number, (file, check, namespace, place) in enumerate(found):
+        for number, (values, (file, _, namespace)) in enumerate(zip(reports, found, strict=True)):
             print(end="\n" * bool(number))
-            facts(file, _lines(check, namespace, place))
+            facts(file, _in_words(values, namespace))
 
     report = Report(show, status=status)
-    report.values = [_describe_file(file, check) for file, check, _, _ in found]
+    report.values = reports
     return report
 
 
@@ -332,43 +330,24 @@ def _named(directory: str, names: Sequence[str]) -> Iterator[str]:
             yield from (f"{folder}/{name}" for name in space.listed(chunk) if name.endswith(SUFFIX))
 
 
-def _lines(
-    check: Check, namespace: Description | None, place: ExpectedEntry
-) -> list[tuple[str, str]]:
-    lines = _statements(check.info, namespace) if check.info else [("size", size(check.nbytes))]
-    known = [name for name in ("namespace", "chunk", "shard", "layout") if getattr(place, name)]
-    against = f"the file itself, and its place's {', '.join(known)}" if known else "the file itself"
-    lines.append(("checked", f"{against}: {'all agree' if check.outcome == 'sound' else 'not so'}"))
-    lines.append(("verdict", check.outcome))
-    return lines + [("reason", reason) for reason in check.reasons]
-
-
-def _statements(info: EntryInfo, namespace: Description | None) -> list[tuple[str, str]]:
-    layout, shard = info.layout, info.shard
-    named = namespace.identity if namespace is not None else None
-    model = f"  (model {named.name or named.model})" if named is not None else ""
-    arrays = " and ".join(
-        f"{name} [{shard.heads} heads, {shard.layers} layers, {layout.chunk_tokens} tokens, {dim}]"
-        for name, dim in zip("KV", layout.dims, strict=False)
-    )
-    payload = info.file_nbytes - info.header_nbytes
-    layers = f"layers {shard.layer_start}-{shard.layer_stop} of {layout.layers}"
-    heads = f"KV heads {shard.head_start}-{shard.head_stop} of {layout.kv_heads}"
-    seal = f"{info.kind} with key {info.seal_info.key_id}: only that key can prove its writer"
-    parts = f"{size(info.file_nbytes)}: header {size(info.header_nbytes)}, K/V {size(payload)}"
-    return [
-        ("format", SEALED if info.kind else FORMAT),
-        *([("sealed", seal)] if info.kind else []),
-        ("namespace", info.namespace + model),
-        ("chunk", info.prefix_hash),
-        ("parent", info.parent or "none: it is the first chunk of a prompt"),
-        ("tokens", f"{info.start} to {info.stop}"),
-        ("shard", f"{layers}, {heads}"),
-        ("arrays", f"{layout.dtype}: {arrays}"),
-        ("created", f"{when(info.created)} by {info.writer or 'nobody it names'}"),
-        ("size", parts),
-        ("checksums", f"{len(info.checksums)} xxh3-64"),
-    ]
+def _in_words(
+    report: Mapping[str, Any], namespace: Description | None
+) -> Iterator[tuple[str, str]]:
+    if namespace is not None and (named := namespace.identity) is not None:
+        yield "model", named.name or named.model
+    for name, value in report.items():
+        if name.endswith("nbytes"):
+            text = size(value)
+        elif name == "created_s":
+            text = when(value)
+        elif name == "checksums":
+            text = f"{len(value)} xxh3-64"
+        elif isinstance(value, dict):
+            text = ", ".join(f"{key} {one}" for key, one in value.items())
+        else:
+            text = "; ".join(map(str, value)) if isinstance(value, list) else str(value or "")
+        if text and name != "file":
+            yield name.removesuffix("_s").replace("_", " "), text
 
 
 def _describe_file(file: str, check: Check) -> dict[str, object]:

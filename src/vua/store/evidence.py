@@ -48,7 +48,7 @@ def stated_layouts(storage: Storage, namespace: str) -> Stated:
     votes: dict[str, Counter[KVLayout]] = {}
     found = 0
     for entry in islice(storage.list(), most * _TRIES):
-        info = _header(storage, entry.name)
+        info = stored_header(storage, entry.name)
         if info is not None and info.namespace == namespace and entry.nbytes <= info.file_nbytes:
             votes.setdefault(info.layout.group, Counter())[info.layout] += 1
             found += 1
@@ -57,7 +57,8 @@ def stated_layouts(storage: Storage, namespace: str) -> Stated:
     return {group: some.most_common(1)[0][0] for group, some in votes.items()}
 
 
-def _header(storage: Storage, name: str) -> EntryInfo | None:
+def stored_header(storage: Storage, name: str) -> EntryInfo | None:
+    """Return an entry's header; None where none can be read. Untrusted files are not read."""
     head = getattr(storage, "head", None)
     if head is None:
         return None

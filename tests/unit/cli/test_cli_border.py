@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import io
-import json
 import os
 import pty
 import re
@@ -16,7 +15,7 @@ from unittest import mock
 
 import pytest
 
-from commands import TOKENS, CliTest, run, verbs
+from commands import TOKENS, CliTest, run
 from helpers import flip, keys_of
 from vua.catalog.archive import Writer
 
@@ -39,55 +38,6 @@ class TestBorder(CliTest):
         self.root.rename(self.evil)
         self.root = self.evil
         self.addCleanup(shutil.rmtree, self.evil, ignore_errors=True)
-
-    def commands(self) -> list[list[str]]:
-        """Every verb, with names that are there and names that are not."""
-        root, file = str(self.evil), str(self.entries(2)[0])
-        return [
-            ["ls", root], ["ls", "-l", root], ["verify", root], ["du", root], ["pin", root],
-            ["inspect", file, f"{root}/{self.EVIL}"], ["top", root, "--once", "--interval", "0.01"],
-            ["rm", root, self.EVIL], ["rm", root, "abcdef" + self.EVIL], ["ls", self.EVIL],
-            ["explain", root, "--tokens", f"{root}/{self.EVIL}"], ["explain", self.EVIL],
-            ["export", root, f"{root}/{self.EVIL}.tar", "--all"], ["gc", root], ["ttl", root],
-            ["import", root, file], ["import", root, self.EVIL], ["ls", root, self.EVIL],
-            ["key", f"{root}/{self.EVIL}.key"],
-            ["gc", root, "--ttl", self.EVIL], ["doctor", root], [self.EVIL],
-            ["bench", self.EVIL],
-            ["completion", self.EVIL], ["ui", self.EVIL], ["events", root], ["events", self.EVIL],
-            ["args", "vllm", self.EVIL], ["identify", self.EVIL],
-            ["warm", self.EVIL, "--server", self.EVIL],
-        ]  # fmt: skip
-
-    def test_every_verb(self) -> None:
-        """No verb, error or line of usage passes a control character on."""
-        self.assertEqual(set(), verbs() - {words[0] for words in self.commands()})
-        for words in self.commands():
-            with self.subTest(words=words):
-                _, out, err = run(*words)
-                seen = {one for one in out + err if not one.isprintable()}
-                self.assertLessEqual(seen, {"\n"})
-                self.assertTrue(out + err)
-
-    def test_every_json(self) -> None:
-        """What a verb prints with `--json` is JSON, or nothing where it says what is wrong."""
-        printed = set()
-        for words in self.commands():
-            with self.subTest(words=words):
-                _, out, err = run(*words, "--json")
-                if words[0] == "events" and out:
-                    out = f"[{','.join(out.splitlines())}]"
-                self.assertTrue(json.loads(out) if out else err)
-                self.assertTrue(out.replace("\n", "").isascii())
-                printed |= {words[0]} if out else set()
-        self.assertLessEqual({"ls", "verify", "du", "top", "gc", "doctor", "key", "ttl"}, printed)
-
-    def test_json_is_exact(self) -> None:
-        """JSON has the names as they are, without a control character in its text."""
-        code, out, _ = run("ls", self.evil, "--json")
-        self.assertEqual((0, {"\n"}), (code, {one for one in out if not one.isprintable()}))
-        report = json.loads(out)
-        self.assertEqual(str(self.evil), report["directory"])
-        self.assertIn(self.EVIL, [one["identity"]["model"] for one in report["namespaces"]])
 
     @pytest.mark.thorough
     def test_progress(self) -> None:

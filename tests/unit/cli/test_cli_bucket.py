@@ -54,24 +54,6 @@ class BucketCliTest(DirectoryTest):
         self.bucket.put(key, bytes(data))
         return key
 
-    def test_verify(self) -> None:
-        """What is damaged is found, and with --repair taken out of sight."""
-        self.assertEqual(0, run("verify", self.url)[0])
-        key = self.damage()
-        code, report = run_json("verify", self.url)
-        problems = [one["path"] for each in report["namespaces"] for one in each["problems"]]
-        self.assertEqual((1, 1), (code, len(problems)))
-        self.assertTrue(key.endswith(problems[0]))
-        self.assertEqual(0, run("verify", self.url, "--repair")[0])
-        self.assertNotIn(key, self.entries())
-
-    def test_explain(self) -> None:
-        """It tells how far a prompt is stored."""
-        tokens = self.root / "tokens"
-        tokens.write_text(json.dumps(TOKENS.tolist()))
-        code, report = run_json("explain", self.url, "--tokens", str(tokens))
-        self.assertEqual((0, [12, 4]), (code, [a["usable_tokens"] for a in report["namespaces"]]))
-
     def test_doctor(self) -> None:
         """It tries a server out, leaves nothing behind, and shows a rule."""
         before = [one.key for one in self.bucket.walk()]
@@ -100,23 +82,6 @@ class BucketCliTest(DirectoryTest):
             self.assertEqual((left, 4), (self.stored("llama"), self.stored("qwen")))
         self.assertEqual(0, run("gc", self.url, "--ttl", "1e9s")[0])
         self.assertEqual(4, self.stored("qwen"))
-
-    def test_rm(self) -> None:
-        """A chunk goes with all that follows it, a namespace as a whole."""
-        _, report = run_json("ls", self.url, "--long")
-        name = {each["chunks"]: each["namespace"] for each in report["namespaces"]}
-        chunks = {}
-        for key in self.entries():
-            if key.startswith(name[3]):
-                chunk = key.split("/")[-2]
-                said = run_json("inspect", f"{self.url}/{key}")[1][0]
-                chunks[said["tokens"][0]] = chunk
-        self.assertEqual(0, run("rm", self.url, chunks[4])[0])
-        self.assertEqual((4, 4), (self.stored("llama"), self.stored("qwen")))
-        self.assertEqual(0, run("rm", self.url, name[3][:10])[0])
-        self.assertEqual((0, 4), (self.stored("llama"), self.stored("qwen")))
-        self.assertEqual(0, run("rm", self.url, "--all")[0])
-        self.assertEqual(["vua.json"], [one.key for one in self.bucket.walk()])
 
     def test_not_marked(self) -> None:
         """Without the mark nothing is deleted; what to write is said."""
@@ -244,16 +209,6 @@ class BucketCliTest(DirectoryTest):
         self.assertEqual((8, 0), (self.stored("llama"), self.stored("qwen")))
         self.assertEqual(0, run("ttl", self.url, "--off")[0])
         self.assertIsNone(run_json("ttl", self.url)[1]["ttl_s"])
-
-    def test_bounds_that_are_kept(self) -> None:
-        """`gc --set` keeps a limit for later runs."""
-        total = run_json("du", self.url)[1]["nbytes"]
-        self.assertEqual(0, run("gc", self.url, "--max-bytes", f"{2 * total}B", "--set")[0])
-        self.put("llama", 3, first=1000)
-        self.put("llama", 3, first=2000)
-        code, report = run_json("gc", self.url)
-        self.assertEqual((0, True), (code, report["deleted"]["chunks"] > 0))
-        self.assertLessEqual(report["nbytes"], 2 * total)
 
     def contents(self, bucket: Bucket) -> dict[str, bytes]:
         return {one.key: bytes(bucket.get(one.key)[1]) for one in bucket.walk()}

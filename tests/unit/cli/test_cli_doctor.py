@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import io
 import os
 import shutil
 import subprocess
-import sys
 import time
 import unittest
 from collections.abc import Callable, Iterator
@@ -24,9 +22,8 @@ from commands import run, run_json
 from helpers import DirectoryTest, caches_of, native_code, read_only
 from vua.capacity.limits import Limits, write_bounds
 from vua.catalog import probes
-from vua.catalog.base import Demand, Finding, Verdict
+from vua.catalog.base import Demand, Verdict
 from vua.catalog.probes import PROBES, Mount, ProbeDirectory, mount_of
-from vua.cli.verify import show_findings
 from vua.core import VUA, VUAConfig
 from vua.errors import ConfigError
 from vua.io.posix import cached_pages
@@ -140,19 +137,6 @@ class TestDoctor(DirectoryTest):
         os.chown(self.root, 0, -1)
         self.sound("owner")
 
-    def test_text(self) -> None:
-        """For people each finding is named; those that passed and have no figure are in one row."""
-        code, out, err = run("doctor", self.root)
-
-        self.assertEqual((0, ""), (code, err))
-        self.assertEqual([], [name for name in NAMES if name not in out])
-        self.assertGreater(len(NAMES), len(out.splitlines()))
-        bad = Finding("publish", "bad", "a rename replaces")
-        with contextlib.redirect_stdout(io.StringIO()) as shown:
-            show_findings([Finding("hard links", "ok", "x"), bad])
-        self.assertRegex(shown.getvalue(), r"bad +publish +a rename replaces")
-        self.assertRegex(shown.getvalue(), r"ok +1 more +hard links")
-
     def test_write(self) -> None:
         """A directory that this user may not write to, a full disk, a probe that stays."""
         self.root.chmod(0o755)
@@ -246,19 +230,6 @@ class TestDoctor(DirectoryTest):
         self.assertEqual((1, "bad", "note"), (code, found["publish"][0], found["hard links"][0]))
         self.assertIn("broken", found["publish"][1])
         self.assertEqual([], list(self.root.iterdir()))
-
-    def test_light(self) -> None:
-        """It needs no torch and no engine."""
-        script = (
-            "import sys; from vua.cli import main; main(['doctor', sys.argv[1]]);"
-            "print(sorted({'torch', 'safetensors', 'vllm', 'transformers'} & set(sys.modules)))"
-        )
-        done = subprocess.run(
-            [sys.executable, "-c", script, str(self.root)],
-            capture_output=True, text=True, check=True,
-        )  # fmt: skip
-
-        self.assertEqual("[]", done.stdout.splitlines()[-1])
 
 
 @contextlib.contextmanager

@@ -139,13 +139,6 @@ class TestEvents(CliTest):
         stored = [one for one in found if one["block_hashes"][0] in KEYS[1:]]
         self.assertEqual(KEYS[:2], [one["parent_block_hash"] for one in stored[:2]])
 
-    def test_new_namespace(self) -> None:
-        """A model that comes later is told of; one that is deleted is gone with all its chunks."""
-        path = self.entries()[0].parents[2]
-        seen = self.follow(lambda: self.put("mistral", 1), lambda: shutil.rmtree(path))
-        gone = [("BlockRemoved", key) for key in reversed(KEYS)]
-        self.assertEqual([("BlockStored", KEYS[0]), *gone], seen[4:])
-
     def test_hostile_names(self) -> None:
         """Names that are not of chunks, and files that are none, neither stop it nor are told."""
         before = run("events", self.root)[1]
@@ -169,13 +162,6 @@ class TestEvents(CliTest):
             chunk = namespace / KEYS[one][:2] / KEYS[one]
             (chunk / f"after-{KEYS[other]}").touch()
         self.assertEqual([("BlockStored", KEYS[0])], told(run("events", self.root)[1]))
-
-    def test_words(self) -> None:
-        """Words without sense are refused with a sentence."""
-        for words in (["--interval", "0"], ["--topic", "t"], ["--connect"]):
-            code, _, err = run("events", self.root, *words)
-            self.assertEqual((2, 1), (code, len(err.splitlines())), err)
-        self.assertEqual(2, run("events", self.root / "absent")[0])
 
 
 class TestShards(DirectoryTest):

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-import subprocess
-import sys
 import unittest
 from collections import Counter
 from importlib.util import find_spec
@@ -469,21 +467,3 @@ class TestQuestion(ExplainTest):
         code, _, err = run("explain", self.cache, *arguments)
         self.assertEqual(2, code)
         self.assertIn("not a tokenizer", err)
-
-    def test_light(self) -> None:
-        """It needs no torch and no engine, reads stdin, and prints the same for people."""
-        self.put(TOKENS)
-        script = (
-            "import sys; from vua.cli import main;"
-            "main(['explain', sys.argv[1], '--tokens', '-']);"
-            "print(sorted({'torch', 'safetensors', 'vllm', 'transformers'} & set(sys.modules)))"
-        )
-        done = subprocess.run(
-            [sys.executable, "-c", script, str(self.cache)],
-            input=json.dumps(TOKENS), capture_output=True, text=True, check=True,
-        )  # fmt: skip
-
-        lines = done.stdout.splitlines()
-        self.assertEqual("[]", lines[-1])
-        self.assertIn("verdict: a hit: all 3 whole chunks", lines[0])
-        self.assertIn("llama", lines[1])

@@ -16,7 +16,7 @@ from unittest import mock
 
 import pytest
 
-from commands import TOKENS, CliTest, verbs
+from commands import COMMANDS, TOKENS, CliTest, filled_in
 from helpers import caches_of, until
 from vua.cli.interrupts import INTERRUPTED
 from vua.core import VUA, VUAConfig
@@ -47,14 +47,6 @@ QUIET = """
 from a terminal. Without, it writes how many there were."""
 
 
-class Case:
-    """A command, and how it is made to last."""
-
-    def __init__(self, *words: object, mode: str = "") -> None:
-        """Prepare it; with ``mode`` "large" several processes look at a namespace."""
-        self.words, self.mode = [str(word) for word in words], mode
-
-
 class InterruptTest(CliTest):
     """A directory, a bucket, and all that commands work on."""
 
@@ -72,83 +64,45 @@ class InterruptTest(CliTest):
         with VUA(VUAConfig(split_factor=4, model="llama"), self.bucket) as vua:
             vua.put(TOKENS, caches_of(layers=3, heads=2, tokens=12, dim=8))
 
-    def run_until(self, case: Case, stop: int) -> tuple[int, str, int]:
+    def run_until(self, given: list[str], mode: str, stop: int) -> tuple[int, str, int]:
         """Run a command, interrupted at an event (0: never); return status, stderr and events."""
         counts = self.files_ / "counts"
-        words = [sys.executable, "-c", textwrap.dedent(QUIET), counts, str(stop), case.mode]
+        (self.files_ / "new.tar").unlink(missing_ok=True)
+        words = [sys.executable, "-c", textwrap.dedent(QUIET), counts, str(stop), mode, *given]
         with subprocess.Popen(
-            [*words, *case.words],
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            start_new_session=True,
-        ) as running:
+            words, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+            text=True, start_new_session=True,
+        ) as running:  # fmt: skip
             _, err = running.communicate(timeout=120)
         events = int(counts.read_text()) if counts.exists() else 0
         counts.unlink(missing_ok=True)
         return running.returncode, err, events
 
-    def check(self, case: Case, points: int, chance: random.Random) -> None:
-        """Interrupt a command at several points of its life."""
-        with self.subTest(case.words):
-            code, err, events = self.run_until(case, 0)
-            self.assertIn(code, (0, 1, 2), err)
-            self.assertGreater(events, 20)
-            for number in range(points):
-                low = 1 + number * (events - 1) // points
-                stop = chance.randint(low, max(low, (number + 1) * (events - 1) // points))
-                status, err, seen = self.run_until(case, stop)
-                while 0 < seen < stop:  # there were fewer than before
-                    stop = chance.randint(1, seen)
-                    status, err, seen = self.run_until(case, stop)
-                self.assertEqual(INTERRUPTED, status, f"event {stop} of {events}: {err}")
-                self.assertLessEqual(err.count("\n"), 1, f"event {stop} of {events}: {err}")
-                self.assertNotIn("Traceback", err)
-
-    @pytest.mark.thorough
-    def test_imports(self) -> None:
-        """A command that is interrupted while it starts, and while it lists."""
-        self.check(Case("ls", self.root), 5, random.Random(1))
+    def check(self, words: list[str], mode: str, chance: random.Random) -> None:
+        """Interrupt a command at some moment of its life."""
+        code, err, events = self.run_until(words, mode, 0)
+        self.assertIn(code, (0, 1, 2), err)
+        self.assertGreater(events, 20)
+        stop = chance.randint(1, events - 1)
+        status, err, seen = self.run_until(words, mode, stop)
+        while 0 < seen < stop:  # there were fewer than before
+            stop = chance.randint(1, seen)
+            status, err, seen = self.run_until(words, mode, stop)
+        self.assertEqual(INTERRUPTED, status, f"event {stop} of {events}: {err}")
+        self.assertLessEqual(err.count("\n"), 1, f"event {stop} of {events}: {err}")
+        self.assertNotIn("Traceback", err)
 
     @pytest.mark.thorough
     def test_every_command(self) -> None:
-        """All commands on directories and buckets, those of several processes, and errors."""
+        """All commands on a directory and a bucket, those of several processes, and errors."""
         self.fill_bucket()
-        chunk = self.entries()[0].parent.name
-        archive = self.files_ / "some.tar"
-        root = self.root
-        cases = [
-            Case("--help"), Case("nonsense"), Case("completion", "bash"),
-            Case("args", "vllm", root), Case("key", self.files_ / "own.key"),
-            Case("identify", self.files_),
-            Case("inspect", self.entries()[0]),
-            Case("ls", "-l", root, mode="large"), Case("verify", root, mode="large"),
-            Case("explain", root, "--tokens", self.ids), Case("doctor", root),
-            Case("top", root, "--once", "--interval", "0.01"), Case("events", root),
-            Case("du", root), Case("gc", root, "--max-bytes", "1G"), Case("ttl", root),
-            Case("pin", root, chunk), Case("pin", root),
-            Case("import", root, self.files_ / "missing.tar"),
-            Case("export", root, archive, "--all"), Case("rm", root, "ffffffff"),
-            Case("ui", self.files_ / "missing"),
-            Case("warm", self.ids, "--server", "http://127.0.0.1:9"),
-        ]  # fmt: skip
-        named = {case.words[0] for case in cases}
-        self.assertEqual(set(), verbs() - named)
-        cases += [
-            Case(verb, self.bucket, *more)
-            for verb, *more in (
-                ["ls", "-l"], ["verify"], ["du"], ["events"], ["doctor"], ["gc"], ["pin", chunk],
-                ["explain", "--tokens", self.ids], ["top", "--once", "--interval", "0.01"],
-                ["export", self.files_ / "far.tar", "--all"],
-            )
-        ]  # fmt: skip
         chance = random.Random(2)
-        for case in cases:
-            self.check(case, 1, chance)
-            archive.unlink(missing_ok=True)
-            (self.files_ / "far.tar").unlink(missing_ok=True)
-            (self.files_ / "own.key").unlink(missing_ok=True)
+        for command in [["--help"], ["nonsense"], ["ui", f"{self.files_}/none"], *COMMANDS]:
+            for place in (str(self.root), self.bucket)[: 1 + ("PLACE" in command)]:
+                mode = "large" if command[0] in ("ls", "verify") and place != self.bucket else ""
+                words = filled_in(command, place, self.files_)
+                with self.subTest(words):
+                    self.check(words, mode, chance)
 
     def started(self, *words: object) -> subprocess.Popen[str]:
         """Start a command that lasts, in a group of its own."""

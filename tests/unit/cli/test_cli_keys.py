@@ -136,29 +136,6 @@ class TestVerify(KeysTest):
         self.assertEqual(CHUNKS - 1, len(self.entries()))
         self.assertEqual(1, len(list(self.cache.glob("*/quarantine/*"))))
 
-    def test_other_damage(self) -> None:
-        """Damage is found as without keys, and a file that was moved is in the wrong place."""
-        keys, _ = self.save(self.store(security=self.security(encrypt=True)))
-        first, second = self.file(keys, 0), self.file(keys, 1)
-        flip(second, 5000)
-        _, one = self.verify(*self.given)
-        self.assertIn("checksums do not match", one["problems"][0]["reason"])
-        shutil.copy(first, second)
-        code, one = self.verify(*self.given)
-
-        self.assertEqual((1, "foreign"), (code, one["problems"][0]["outcome"]))
-        self.assertEqual({self.id_of(self.key): 2}, one["authentic"])
-        with mock.patch("vua.format.entry.time.time", return_value=-1):
-            second.write_bytes(forged(self.file(keys, 2).read_bytes()))
-        _, one = self.verify(*self.given)
-        self.assertIn("without a nonce", one["problems"][0]["reason"])
-
-    def test_plain(self) -> None:
-        """In a plain directory keys prove nothing, and nothing is amiss."""
-        self.save(self.store(security=Security()))
-        code, one = self.verify(*self.given)
-        self.assertEqual((0, 3, {}), (code, one["plain"], one["authentic"]))
-
     def test_unusable(self) -> None:
         """Keys that cannot be used are told, and nothing is looked at."""
         self.save(self.store())
@@ -203,12 +180,6 @@ class TestExplain(KeysTest):
                 self.assertEqual(0, self.ask(*other, layout=WIDE)[1]["usable_chunks"])
             shutil.rmtree(self.cache)
 
-    def test_kind(self) -> None:
-        """Encrypted and not encrypted are different names."""
-        self.save(self.store())
-        self.assertEqual(CHUNKS, self.ask(*self.given)[1]["usable_chunks"])
-        self.assertEqual(0, self.ask(*self.given, "--encrypt")[1]["usable_chunks"])
-
     def test_tenant(self) -> None:
         """A salt's prompt is found with its key; without that it is not cached, as is said."""
         store = self.store(security=Security(tenant_keys=str(self.keys)))
@@ -227,16 +198,6 @@ class TestExplain(KeysTest):
         _, out, _ = run("explain", self.cache, "--tokens", self.tokens(), *given, "--salt", "carol")
         self.assertIn(expected, out)
 
-    def test_words(self) -> None:
-        """People are told the key's id; a key that others may read is told for what it is."""
-        self.save(self.store(), ALICE)
-        words = ("explain", self.cache, "--tokens", self.tokens(), *self.given, "--salt", "alice")
-        _, out, _ = run(*words)
-        self.assertIn(f"key         {self.id_of(self.key_of(ALICE))}, aes-256-gcm", out)
-        self.assertIn("a hit: all 3 whole chunks", out)
-        self.key_of(ALICE).chmod(0o644)
-        self.assertIn("mode 644", run(*words)[1])
-
     def test_damage(self) -> None:
         """A damaged header of a sealed file is found, and a sealed one under a key is its own."""
         keys, _ = self.save(self.store())
@@ -244,12 +205,6 @@ class TestExplain(KeysTest):
         code, one = self.ask(*self.given)
         gap = one["groups"][0]["first_missing"]
         self.assertEqual((1, 1, "damaged"), (code, gap["chunk"], gap["state"]))
-
-    def test_plain(self) -> None:
-        """A plain directory is asked as before."""
-        self.save(self.store(security=Security()))
-        self.assertEqual((CHUNKS, None), tuple(self.ask()[1][k] for k in ("usable_chunks", "key")))
-        self.assertEqual(0, self.ask(*self.given)[1]["usable_chunks"])
 
 
 class TestTransfer(KeysTest):

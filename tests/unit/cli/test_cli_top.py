@@ -63,15 +63,6 @@ class TestTop(CliTest):
             cache = caches_of(layers=3, heads=2, tokens=12, dim=8, dtype=torch.bfloat16)
             vua.put(TOKENS[:12], cache)
 
-    def test_text(self) -> None:
-        """People get a table, nothing is cleared where there is no terminal."""
-        code, out, _ = run("top", self.root, "--once", "--interval", "0.01")
-        self.assertEqual(0, code)
-        self.assertIn("llama", out)
-        self.assertNotIn("\x1b", out)
-        self.assertEqual(2, run("top", self.root, "--once", "--interval", "0")[0])
-        self.assertEqual(2, run("top", self.root / "absent", "--once")[0])
-
 
 class TestSample(CliTest):
     """Of very many chunks `ls`, `du` and `top` count a sample."""

@@ -209,21 +209,6 @@ class TestExport(TransferTest):
         self.assertIn("was changed while it was exported", err)
         self.assertEqual(["here"], [path.name for path in self.root.iterdir()])
 
-    def test_refused(self) -> None:
-        """Nothing is overwritten, and nonsense is told."""
-        self.file.write_bytes(b"precious")
-        for arguments in (
-            [self.file, "--all"],
-            [self.root / "new"],
-            [self.root / "new", names_of(TRUNK)[0], "--all"],
-            [self.root / "new", "abc"],
-            ["-", "--all", "--json"],
-        ):
-            self.assertEqual(2, run("export", self.here, *arguments)[0], arguments)
-        self.assertEqual(b"precious", self.file.read_bytes())
-        self.assertEqual(2, run("export", self.root / "absent", self.file, "--all")[0])
-        self.assertFalse((self.root / "new").exists())
-
 
 class TestHostile(TransferTest):
     """What is not taken in."""

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import http.client
-import json
 import os
 import random
 import shlex
@@ -63,23 +61,6 @@ class WordsTest(CliTest):
         self.assertEqual("4 chunks in 2 namespaces", seen["summary"])
         self.assertEqual(before, contents(self.root))
 
-    def test_saved(self) -> None:
-        """What was saved today, where it is known; what is unknown is said, and is no 0."""
-        folder = self.root / ".upkeep" / "saved"
-        folder.mkdir(parents=True)
-        today = time.strftime("%Y-%m-%d", time.gmtime())
-        for totals, end in (
-            ([234, 156, 14464, 14464, 17.8], ", 17.8 s saved today"),
-            ([234, 156, 14464, 0, 0.0], ", time saved today unknown"),
-            ([234, 0, 0, 0, 0.0], " usable"),
-        ):
-            (folder / "engine").write_text(json.dumps({"days": {today: totals}}))
-            with self.subTest(totals):
-                seen = self.seen()
-                self.assertTrue(seen["line"].endswith(end), seen["line"])
-                self.assertIn(f"today: {run('ls', self.root)[1].partition('today: ')[2].strip()}",
-                              seen["summary"])  # fmt: skip
-
     def test_damaged(self) -> None:
         """A damaged file is named in the line, and what to do about it comes first."""
         damaged = self.entries()[0]
@@ -95,17 +76,6 @@ class WordsTest(CliTest):
         self.assertEqual(0, run(*shlex.split(seen["todo"][0][1])[1:])[0])
         seen = self.seen()
         self.assertTrue(seen["line"].startswith("Healthy, "), seen["line"])
-        aside = [one["text"] for one in seen["findings"] if one["name"] == "damaged files"]
-        self.assertIn("1 file was found damaged and put aside", aside[0])
-
-    def test_many_damaged(self) -> None:
-        """Of many damaged files some are named, and all are counted."""
-        for path in self.files():
-            if path.suffix == ".safetensors":
-                path.write_bytes(b"x")
-        text = self.seen()["findings"][0]["text"]
-        self.assertIn("4 files: ", text)
-        self.assertIn(" and 1 more (4 files read at ", text)
 
     def test_not_writable(self) -> None:
         """A directory that this user may only read is not healthy."""
@@ -298,17 +268,6 @@ class AccessTest(unittest.TestCase):
             threads = Path(f"/proc/{self.page.process.pid}/task")
             until(lambda: len(list(threads.iterdir())) < 100)
 
-    @pytest.mark.thorough
-    def test_many_at_once(self) -> None:
-        """Requests of several threads are answered, also while one says nothing."""
-        page = self.page
-        idle = http.client.HTTPConnection("127.0.0.1", page.port)
-        idle.connect()
-        with ThreadPoolExecutor(8) as pool:
-            answers = list(pool.map(lambda _: page.overview(), range(24)))
-        idle.close()
-        self.assertTrue(all(answers))
-
 
 class EndTest(CliTest):
     """How it begins and ends."""
@@ -324,12 +283,3 @@ class EndTest(CliTest):
                 self.assertEqual([], children)
                 page.process.send_signal(signal_)
                 self.assertEqual(status, page.process.wait(120))
-
-    @pytest.mark.thorough
-    def test_usage(self) -> None:
-        """What cannot be served is said before anything is started."""
-        code, _, err = run("ui", self.root / "none")
-        self.assertEqual((2, True), (code, "none" in err))
-        with served(self.root) as page:
-            code, _, err = run("ui", self.root, "--port", str(page.port))
-        self.assertEqual((2, True), (code, "leave out --port" in err))

@@ -7,7 +7,6 @@ only with the token. The page loads nothing from elsewhere.
 
 from __future__ import annotations
 
-import contextlib
 import hmac
 import json
 import logging
@@ -21,9 +20,7 @@ from dataclasses import asdict
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from importlib import resources
-from itertools import islice
 from shlex import quote
-from socket import SHUT_RDWR
 from typing import Any, Final
 from urllib.parse import urlsplit
 
@@ -53,7 +50,6 @@ _OLD_S: Final = 86_400
 """A model that was not used for so long may be one to delete."""
 _LEVELS: Final = ("bad", "note", "ok")
 _DAMAGED: Final = "damaged files"
-_DAMAGED_MOST: Final = 1000
 _READ_NBYTES: Final = 256 << 20
 _READ_CHUNKS: Final = 4096
 """So much is read at a time to find damaged files: a few seconds' work."""
@@ -162,7 +158,6 @@ class Files:
         """The last sample, in words; "": none was read yet."""
         self._damaged: dict[str, tuple[str, object]] = {}
         """By path the reason, and :func:`_stamp` of the file."""
-        self._aside = 0
 
     def read(self, catalog: Catalog) -> None:
         """Read some of the files, all if they are few. Raises as `verify`."""
@@ -175,34 +170,26 @@ class Files:
         read = sum(one.counts.total() for one in results)
         some = ", a random part of all," if share < 1 else ""
         self._read = f"{counted(read, 'file')}{some} read at {when(time.time())}"
-        self._aside = sum(len(one.others.get("quarantined", ())) for one in results)
         if share == 1:
             self._damaged.clear()
         for one in results:
-            for path, _, reason in one.problems[:_DAMAGED_MOST]:
+            for path, _, reason in one.problems:
                 whole = f"{one.namespace.path}/{path}"
                 self._damaged[whole] = reason, _stamp(whole)
 
     def forget(self) -> None:
         """Forget what was replaced, mended or deleted since."""
-        known = islice(self._damaged.items(), _DAMAGED_MOST)
+        known = self._damaged.items()
         self._damaged = {path: one for path, one in known if one[1] == _stamp(path)}
 
     def findings(self) -> list[Finding]:
         """Return what is known, in words; nothing if nothing was read yet."""
-        found = []
         if self._damaged:
             names = [f"{_short(path)}: {reason}" for path, (reason, _) in self._damaged.items()]
             more = f" and {len(names) - 3} more" if len(names) > 3 else ""
             text = f"{counted(len(names), 'file')}: {'; '.join(names[:3])}{more} ({self._read})"
-            found.append(Finding(_DAMAGED, "bad", text))
-        if self._aside:
-            text = counted(self._aside, "file", "was", "were")
-            text += " found damaged and put aside; the next save writes what is missing"
-            found.append(Finding(_DAMAGED, "note", text))
-        if self._read and not found:
-            found.append(Finding("files", "ok", self._read))
-        return found
+            return [Finding(_DAMAGED, "bad", text)]
+        return [Finding("files", "ok", self._read)] if self._read else []
 
 
 def _stamp(path: str) -> object:
@@ -263,39 +250,20 @@ _HEADERS: Final = {
     "Cross-Origin-Resource-Policy": "same-origin",
     "Cache-Control": "no-store",
 }
-_PATIENCE_S: Final = 60.0
-"""Longest time between two parts of a request."""
-_MOST_WAITING: Final = 64
-"""Connections at a time. One more ends the oldest of them."""
+_PATIENCE_S: Final = 5.0
+"""Longest time between two parts of a request: each waits in a thread."""
 
 
 class Server(ThreadingHTTPServer):
     """Serves on loopback, each connection in a thread, for one request."""
 
     daemon_threads = True
-    request_queue_size = 2 * _MOST_WAITING
+    request_queue_size = 128
 
     def __init__(self, port: int, directory: str) -> None:
         """Bind ``port``, 0 for any free one. Raises OSError if it is taken."""
         super().__init__(("127.0.0.1", port), _Handler)
         self.watch, self.token = Watch(directory), secrets.token_urlsafe(24)
-        self._lock, self._open = threading.Lock(), dict[Any, None]()
-
-    def process_request(self, request: Any, client_address: Any) -> None:
-        """Answer a connection in a thread of its own, and end the oldest of too many."""
-        with self._lock:
-            self._open[request] = None
-            if len(self._open) > _MOST_WAITING:
-                oldest = next(iter(self._open))
-                del self._open[oldest]
-                with contextlib.suppress(OSError):
-                    oldest.shutdown(SHUT_RDWR)
-        super().process_request(request, client_address)
-
-    def shutdown_request(self, request: Any) -> None:
-        with self._lock:
-            self._open.pop(request, None)
-        super().shutdown_request(request)
 
     def handle_error(self, *_: object) -> None:
         """Log why a connection ended; other connections stay."""
