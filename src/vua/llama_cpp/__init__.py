@@ -6,19 +6,21 @@ processes may use one directory. Needs `llama-cpp-python` when a name is importe
 docs/llama-cpp.md.
 """
 
+from importlib import import_module
 from typing import Any, Final
 
 from vua.errors import how_to_get
 
-__all__: Final = ["VUALlamaCache"]
+__all__ = ["VUALlamaCache", "identity_of"]
+
+_PLACES: Final = {"VUALlamaCache": "vua.llama_cpp.cache", "identity_of": "vua.llama_cpp.cache"}
 
 
 def __getattr__(name: str) -> Any:
-    """Import the cache, which needs the engine, at first use: `state` needs none."""
-    if name not in __all__:
+    """Import names that need the engine at first use: `state` needs none."""
+    if name not in _PLACES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     try:
-        from vua.llama_cpp.cache import VUALlamaCache  # noqa: PLC0415
+        return getattr(import_module(_PLACES[name]), name)
     except ModuleNotFoundError as problem:
         raise how_to_get(problem) from None
-    return VUALlamaCache

@@ -3,10 +3,10 @@
 A returned state is that of exactly the tokens it names, of the same model; and the state of the
 directory never fails a request. Thread-safe; any number of processes may use the directory.
 
-Two models get one identity only if their K and V mean the same: the same GGUF files to the byte,
-the same adapter, the same settings except those known not to matter, the same version of
-llama-cpp-python (llama.cpp's results may change with it). An adapter that is set without `Llama`'s
-knowledge goes unseen.
+:func:`identity_of`: two models get one identity only if their K and V mean the same: the same GGUF
+files to the byte, the same adapter, the same settings except those known not to matter, the same
+version of llama-cpp-python (llama.cpp's results may change with it). An adapter that is set without
+`Llama`'s knowledge goes unseen.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import Any, Final
@@ -29,7 +30,10 @@ import numpy as np
 import torch
 from llama_cpp import BaseLlamaCache, LlamaState
 
-from vua.core import VUA, VUAConfig
+from vua.connector.load_policy import PrefillSpeed
+from vua.connector.savings import Savings
+from vua.connector.setup import devices
+from vua.core import VUA, ClosestKV, VUAConfig
 from vua.errors import ConfigError, StorageError, VUAError
 from vua.format.identity import Identity
 from vua.llama_cpp.state import State, StateForm, parse
@@ -50,6 +54,20 @@ _CONTEXT: Final = ("n_ctx", "n_seq_max", "kv_unified")
 """The size of a context; it counts where `_is_chosen_by_length`."""
 
 
+def identity_of(llm: Any, *, chunk_tokens: int = 64, epoch: str = "") -> Identity:
+    """Return the identity of a `Llama`'s states.
+
+    Reads its files, as `vua.weights.identify_weights` does. Computes a token, for which the `Llama`
+    forgets what it had computed before.
+
+    Raises:
+        ConfigError: its states cannot be stored, or a file changed since it was loaded.
+        OSError: a file cannot be read.
+    """
+    described = described_model(llm, try_form(llm), chunk_tokens=chunk_tokens, epoch=epoch)
+    return described.identity(described.identify(threading.Event()))
+
+
 def described_model(
     llm: Any,
     form: StateForm,
@@ -57,10 +75,7 @@ def described_model(
     chunk_tokens: int,
     epoch: str,
 ) -> ModelDescription:
-    """Return a `Llama`'s identity without the weights.
-
-    Raises ConfigError: a file changed since it was loaded. Raises OSError: one cannot be read.
-    """
+    """Return what `identity_of` returns, without the weights; raises the same."""
     settings = {
         name: value
         for name, *_ in llm.context_params._fields_
@@ -146,8 +161,7 @@ def try_form(llm: Any) -> StateForm:
     """
     kind = f"states of {Path(llm.model_path).name} cannot be stored"
     reason = refusal(llm)
-    recurrent = llama_cpp.llama_model_is_recurrent(llm.model)
-    if not reason and (recurrent or llama_cpp.llama_model_is_hybrid(llm.model)):
+    if not reason and any(_asked(ask, llm) for ask in _STATEFUL):
         reason = "it is a recurrent or hybrid model, whose state is not one of single tokens"
     if reason:
         raise ConfigError(f"{kind}: {reason}")
@@ -167,9 +181,19 @@ def try_form(llm: Any) -> StateForm:
     return form
 
 
+_STATEFUL: Final = ("llama_model_is_recurrent", "llama_model_is_hybrid")
+
+
+def _asked(question: str, llm: Any) -> bool:
+    """Ask llama.cpp about a model; False if it does not know the question."""
+    ask: Callable[[Any], bool] | None = getattr(llama_cpp, question, None)
+    return ask is not None and bool(ask(llm.model))
+
+
 log = logging.getLogger(__name__)
 
 _NO_TOKEN = -1
+_SPEED: Final = ("n_batch", "n_ubatch", "n_threads_batch", "flash_attn_type", "offload_kqv")
 
 
 class VUALlamaCache(BaseLlamaCache):
@@ -213,23 +237,28 @@ class VUALlamaCache(BaseLlamaCache):
                 in the log says so, and it is tried again at each use.
         """
         super().__init__(capacity_bytes)
-        self._config = config = VUAConfig(
+        self._config = VUAConfig(
             split_factor=chunk_tokens, epoch=epoch, durable=durable, max_bytes=capacity_bytes
         )
         self._form = try_form(llm)
-        described = described_model(llm, self._form, chunk_tokens=chunk_tokens, epoch=epoch)
+        self._described = described_model(llm, self._form, chunk_tokens=chunk_tokens, epoch=epoch)
         self._llm, self._path = weakref.ref(llm), path
-        self._said = set[str]()
+        self._said, self._seen = set[str](), list[int]()
+        self._prefill, self._asked = PrefillSpeed(chunk_tokens), (0, 0, 0.0)
         try:
             locate(path)
         except OSError as problem:
             self._warn("nothing is loaded or saved while the directory is unusable: %s", problem)
-        self._stored = LazyStore(
-            described, lambda identity: VUA(config, path, identity=identity), log
-        )
+        opens = partial(_opened, self._config, path, self._prefill, _speed_of(llm))
+        self._stored = LazyStore(self._described, opens, log)
 
     def close(self) -> None:
-        """Wait for running work and release the threads. Then nothing is loaded or saved."""
+        """Wait for running work and release the threads. Then nothing is loaded or saved.
+
+        Stores first what an abandoned stream left in the `Llama`.
+        """
+        if (llm := self._llm()) is not None:
+            self._save_abandoned(llm)
         self._stored.close()
 
     def ready(self, timeout_s: float | None = None) -> bool:
@@ -273,6 +302,8 @@ class VUALlamaCache(BaseLlamaCache):
         tokens, llm, vua = list(key), self._llm(), self._usable()
         if llm is None or vua is None or not tokens:
             raise KeyError("nothing is stored")
+        self._save_abandoned(llm)
+        self._asked = len(tokens), *_prefilled(llm)
         live = llm.longest_token_prefix(llm.input_ids[: llm.n_tokens].tolist(), tokens)
         (stored,), size = vua.lookup(tokens), self._config.split_factor
         if stored <= live:
@@ -280,7 +311,7 @@ class VUALlamaCache(BaseLlamaCache):
             vua.savings.looked_up(name, stored // size, len(tokens) // size, size)
             raise KeyError("nothing is stored that has not been computed")
         found = vua.get_closest(tokens)
-        if found.num_tokens <= live:
+        if found.num_tokens <= live or not self._fits(found):
             raise KeyError("nothing is stored that has not been computed")
         rows = [[_words(pair[array]) for pair in found.data] for array in (0, 1)]
         state = self._form.build(*rows)
@@ -308,6 +339,8 @@ class VUALlamaCache(BaseLlamaCache):
         held = value.input_ids[: value.n_tokens].tolist()
         if not held or not self._may():
             return
+        self._seen = held
+        self._note_prefill()
         try:
             state = parse(bytearray(value.llama_state))  # torch wants memory that may be written
             if state.form != self._form:
@@ -343,6 +376,16 @@ class VUALlamaCache(BaseLlamaCache):
             self._warn("nothing is loaded or saved: %s", reason)
         return llm is not None and not reason
 
+    def _note_prefill(self) -> None:
+        """Note what llama.cpp says of the prompt that was asked for last: its end was computed."""
+        (asked, tokens, seconds), llm = self._asked, self._llm()
+        if llm is not None:
+            self._asked = 0, *_prefilled(llm)
+            computed = self._asked[1] - tokens
+            if computed <= asked and self._asked[2] > seconds:
+                attended = computed * (asked - computed / 2)
+                self._prefill.measured(computed, attended, self._asked[2] - seconds)
+
     def _check_is_live(self, state: State, length: int) -> None:
         """Raise ConfigError if a state that a program stores is not what the `Llama` holds now."""
         llm = self._llm()
@@ -353,11 +396,62 @@ class VUALlamaCache(BaseLlamaCache):
             if not np.array_equal(given[:length], held[:length]):
                 raise ConfigError("the state is not what the cache's Llama holds now")
 
+    def _save_abandoned(self, llm: Any) -> None:
+        """Store what a `Llama` has computed for a stream that its caller did not read to the end.
+
+        `Llama` itself hands over its state only after the last token.
+        """
+        if _is_closed(llm):
+            return
+        computed = llm.input_ids[: llm.n_tokens].tolist()
+        seen, self._seen = self._seen, computed
+        if len(computed) >= self._config.split_factor and computed != seen[: len(computed)]:
+            try:
+                self[computed] = llm.save_state()
+            except RuntimeError as problem:  # llama.cpp's
+                self._warn("what an abandoned stream computed is not stored: %s", problem)
+
     def _warn(self, text: str, problem: object) -> None:
         """Log once per kind of trouble: numbers make no other kind."""
         kind = re.sub(r"\d+", "", text % problem)
         log.log(logging.DEBUG if kind in self._said else logging.WARNING, text, problem)
         self._said.add(kind)
+
+    def _fits(self, found: ClosestKV) -> bool:
+        form, tokens = self._form, found.num_tokens
+        expected = [(1, 1, tokens, form.k_dim), (1, 1, tokens, form.v_dim)] * form.layers
+        stored = [tuple(one.shape) for pair in found.data for one in pair]
+        types = {one.dtype for pair in found.data for one in pair}
+        if stored == expected and types == {DTYPES[form.dtype]}:
+            return True
+        self._warn("what is stored of %s does not fit it, a miss", self._described.others.name)
+        return False
+
+
+def _opened(
+    config: VUAConfig, path: Any, prefill: PrefillSpeed, speed: str, identity: Identity
+) -> VUA:
+    vua = VUA(config, path, identity=identity)
+    vua.savings = Savings(prefill)
+    vua.savings.keep_at(path, f"{identity.namespace} {speed}", config.security)
+    return vua
+
+
+def _speed_of(llm: Any) -> str:
+    settings = [int(getattr(llm.context_params, name, 0)) for name in _SPEED]
+    return f"{devices()} {llm.model_params.n_gpu_layers} {settings}"
+
+
+def _prefilled(llm: Any) -> tuple[int, float]:
+    """Return how many tokens of prompts llama.cpp has computed, and the seconds that took."""
+    if _is_closed(llm):
+        return 0, 0.0
+    timed = llama_cpp.llama_perf_context(llm.ctx)
+    return timed.n_p_eval, timed.t_p_eval_ms / 1000
+
+
+def _is_closed(llm: Any) -> bool:
+    return llm._ctx.ctx is None  # noqa: SLF001 - there is no public way to ask
 
 
 def _asking() -> Any:

@@ -8,7 +8,6 @@ One stream, one sequence, one shape in all layers, dtypes without blocks.
 
 from __future__ import annotations
 
-import math
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -22,6 +21,9 @@ from vua.format.layout import ITEMSIZE
 
 GGML_DTYPES: Final = {0: "F32", 1: "F16", 30: "BF16"}
 """ggml's types whose single values can be separated, by VUA's names."""
+
+_MAX_ARCH_NBYTES: Final = 256
+_MAX_LAYERS: Final = 4096
 
 Array = npt.NDArray[Any]
 
@@ -95,34 +97,32 @@ class _Reader:
     """Reads numbers and arrays from the front of bytes. Raises ConfigError at their end."""
 
     def __init__(self, data: bytes | bytearray) -> None:
-        self._data, self.at = data, 0
+        self._data, self._at = data, 0
 
     def numbers(self, form: str) -> tuple[int, ...]:
-        at = self._advance(struct.calcsize(f"<{form}"))
-        return struct.unpack_from(f"<{form}", self._data, at)
+        found = struct.unpack_from(
+            f"<{form}", self._data, self._advance(struct.calcsize(f"<{form}"))
+        )
+        return tuple(int(one) for one in found)
 
-    def array(self, shape: tuple[int, int], dtype: str) -> Array:
-        count = math.prod(shape)
-        at = self._advance(count * np.dtype(dtype).itemsize)
+    def bytes(self, nbytes: int) -> bytes:
+        at = self._advance(nbytes)
+        return bytes(self._data[at : at + nbytes])
+
+    def array(self, shape: tuple[int, int], dtype: np.dtype[Any]) -> Array:
+        count = shape[0] * shape[1]
+        at = self._advance(count * dtype.itemsize)
         return np.frombuffer(self._data, dtype, count, at).reshape(shape)
 
     def _advance(self, nbytes: int) -> int:
-        at, self.at = self.at, self.at + nbytes
-        if self.at > len(self._data):
-            raise _unknown(f"it ends after {len(self._data)} bytes, {self.at} were expected")
+        at, self._at = self._at, self._at + nbytes
+        if self._at > len(self._data):
+            raise _unknown(f"it ends after {len(self._data)} bytes, {self._at} were expected")
         return at
 
-    def rows(self, cells: int, *, columns: bool) -> tuple[int, Array]:
-        """Return ggml's type of one layer's K or V, and its values, ``[cells, dim]``."""
-        kind, nbytes, *width = self.numbers("iII" if columns else "iQ")
-        if kind not in GGML_DTYPES:
-            raise _unknown(f"K or V of ggml's type {kind}; {sorted(GGML_DTYPES)} are known")
-        itemsize = ITEMSIZE[GGML_DTYPES[kind]]
-        if (nbytes != itemsize) if columns else (nbytes % itemsize):
-            raise _unknown(f"{'values' if columns else 'rows'} of {nbytes} bytes")
-        shape = (width[0], cells) if columns else (cells, nbytes // itemsize)
-        found = self.array(shape, f"<u{itemsize}")
-        return kind, found.T if columns else found
+    @property
+    def left_nbytes(self) -> int:
+        return len(self._data) - self._at
 
 
 def parse(data: bytes | bytearray) -> State:
@@ -137,29 +137,70 @@ def parse(data: bytes | bytearray) -> State:
     """
     reader = _Reader(data)
     (length,) = reader.numbers("I")
-    arch = reader.array((1, length), "u1").tobytes()
+    if length > _MAX_ARCH_NBYTES:
+        raise _unknown(f"a name of {length} bytes")
+    arch = reader.bytes(length)
     streams, cells = reader.numbers("II")
     if streams != 1 or not cells:
         raise _unknown(f"{streams} streams, {cells} cells")
-    order = _order(reader.array((cells, 3), "<i4"))
+    order = _order(reader.array((cells, 3), np.dtype("<i4")))
     transposed, layers = reader.numbers("II")
-    k = [reader.rows(cells, columns=False) for _ in range(layers)]
-    v = [reader.rows(cells, columns=bool(transposed)) for _ in range(layers)]
-    if left_nbytes := len(data) - reader.at:
-        raise _unknown(f"{left_nbytes} bytes that are not K and V, such as sliding windows")
-    shapes, shapes_v = ({(kind, rows.shape[1]) for kind, rows in each} for each in (k, v))
-    if len(shapes) != 1 or len(shapes_v) != 1 or transposed > 1:
+    if transposed > 1 or not 0 < layers <= _MAX_LAYERS:
+        raise _unknown(f"{layers} layers")
+    k, k_types = _rows(reader, cells, layers)
+    v, v_types = (_columns if transposed else _rows)(reader, cells, layers)
+    if reader.left_nbytes:
+        raise _unknown(f"{reader.left_nbytes} bytes that are not K and V, such as sliding windows")
+    shapes = {(one, rows.shape[1]) for one, rows in zip(k_types, k, strict=True)}
+    shapes_v = {(one, rows.shape[1]) for one, rows in zip(v_types, v, strict=True)}
+    if len(shapes) != 1 or len(shapes_v) != 1:
         raise _unknown("layers of different shapes")
     ((k_type, k_dim),), ((v_type, v_dim),) = shapes, shapes_v
     form = StateForm(arch, layers, k_type, v_type, k_dim, v_dim, bool(transposed))
-    return State(form, [rows[order] for _, rows in k], [rows[order] for _, rows in v])
+    return State(form, [rows[order] for rows in k], [rows[order] for rows in v])
 
 
 def _order(cells: Array) -> slice | Array:
-    sorts, positions = np.argsort(cells[:, 0], kind="stable"), np.arange(len(cells))
-    if not np.array_equal(cells[sorts, 0], positions) or (cells[:, 1:] != [1, 0]).any():
+    positions = cells[:, 0]
+    sorts = np.argsort(positions, kind="stable")
+    if (
+        not np.array_equal(positions[sorts], np.arange(len(cells)))
+        or (cells[:, 1:] != [1, 0]).any()
+    ):
         raise _unknown("cells that are not one sequence's tokens from position 0 on")
-    return slice(None) if np.array_equal(sorts, positions) else sorts
+    in_order = np.array_equal(sorts, np.arange(len(cells)))
+    return slice(None) if in_order else sorts
+
+
+def _rows(reader: _Reader, cells: int, layers: int) -> tuple[list[Array], list[int]]:
+    arrays, types = [], []
+    for _ in range(layers):
+        (kind,) = reader.numbers("i")
+        (row_nbytes,) = reader.numbers("Q")
+        word = _word(kind)
+        if row_nbytes % word.itemsize:
+            raise _unknown(f"rows of {row_nbytes} bytes")
+        arrays.append(reader.array((cells, row_nbytes // word.itemsize), word))
+        types.append(kind)
+    return arrays, types
+
+
+def _columns(reader: _Reader, cells: int, layers: int) -> tuple[list[Array], list[int]]:
+    arrays, types = [], []
+    for _ in range(layers):
+        kind, itemsize, width = reader.numbers("iII")
+        word = _word(kind)
+        if itemsize != word.itemsize:
+            raise _unknown(f"values of {itemsize} bytes")
+        arrays.append(reader.array((width, cells), word).T)
+        types.append(kind)
+    return arrays, types
+
+
+def _word(kind: int) -> np.dtype[Any]:
+    if kind not in GGML_DTYPES:
+        raise _unknown(f"K or V of ggml's type {kind}; {sorted(GGML_DTYPES)} are known")
+    return np.dtype(f"<u{ITEMSIZE[GGML_DTYPES[kind]]}")
 
 
 def _unknown(what: str) -> ConfigError:

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import json
+import os
+import subprocess
+import sys
 import unittest
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -10,9 +15,9 @@ from unittest import mock
 import pytest
 
 from commands import told
-from helpers import DirectoryTest, weights_known_later
+from helpers import ROOT, DirectoryTest, weights_known_later
 from llama import BYTES_FROM, CONTEXT_TOKENS, WHERE, completed, has_llama_cpp, load_gguf, make_gguf
-from vua.capacity.saved import parted_at
+from vua.capacity.saved import parted_at, saved_at
 from vua.connector.log import logger
 from vua.core import VUA
 from vua.errors import ConfigError, NotWritableError
@@ -20,6 +25,19 @@ from vua.errors import ConfigError, NotWritableError
 CHUNK = 16
 PROMPT = [1, *(BYTES_FROM + byte for byte in range(40, 140))]
 WHOLE = len(PROMPT) // CHUNK * CHUNK
+OTHER_PROCESS = """
+import json, sys
+from pathlib import Path
+from llama import completed, has_llama_cpp, load_gguf
+has_llama_cpp()
+from vua.llama_cpp import VUALlamaCache
+llm = load_gguf(Path(sys.argv[1]))
+cache = VUALlamaCache(llm, sys.argv[2], chunk_tokens=16)
+cache.ready()
+llm.set_cache(cache)
+state = cache[json.loads(sys.argv[3])]
+print(json.dumps([state.n_tokens, completed(llm, json.loads(sys.argv[3]))]))
+"""
 
 
 @unittest.skipUnless(has_llama_cpp(), WHERE)
@@ -44,14 +62,6 @@ class TestLlamaCpp(DirectoryTest):
         self.assertTrue(cache.ready())
         llm.set_cache(cache)
         return llm, cache
-
-    def named(self, model: Path | None = None, epoch: str = "", **settings: Any) -> str:
-        """The namespace of a fresh engine."""
-        from vua.llama_cpp import VUALlamaCache
-
-        cache = VUALlamaCache(self.llm(model, **settings), self.store, epoch=epoch)
-        self.addCleanup(cache.close)
-        return str(cache.identity.namespace)
 
     def loaded(self, cache: Any, prompt: list[int]) -> int:
         try:
@@ -139,6 +149,61 @@ class TestLlamaCpp(DirectoryTest):
         ends = {"16": 1, "whole": 1, "64": 1, "short": 1}
         self.assertEqual({cache.identity.namespace: ends}, noted)
 
+    def test_seconds_saved(self) -> None:
+        """Loads have the price of what llama.cpp says that prompts took, here and after a restart.
+
+        The one load of the first engine, after two prompts, has no price before the third.
+        """
+        from llama_cpp import llama_perf_context
+
+        def of_prompts(llm: Any) -> tuple[int, float]:
+            timed = llama_perf_context(llm.ctx)
+            return timed.n_p_eval, timed.t_p_eval_ms / 1000
+
+        llm, cache = self.cached()
+        measured = []
+        for first in range(3):
+            llm.reset()
+            tokens, seconds = of_prompts(llm)
+            completed(llm, [1, BYTES_FROM + first, *PROMPT], tokens=1)
+            computed = of_prompts(llm)[0] - tokens
+            measured.append((of_prompts(llm)[1] - seconds) / computed)
+            llm.reset()
+            self.loaded(cache, [1, BYTES_FROM, *PROMPT])
+        cache.close()
+        _, cache = self.cached()
+        self.assertEqual(WHOLE, self.loaded(cache, [1, BYTES_FROM, *PROMPT]))
+        with self.assertLogs(logger("savings"), "INFO") as logged:
+            cache.close()
+
+        (total,) = saved_at(self.store).values()
+        self.assertEqual((4 * WHOLE, 4 * WHOLE), (total.loaded_tokens, total.priced_tokens))
+        files = (self.store / ".upkeep" / "saved").iterdir()
+        before, after = (json.loads(one.read_bytes())["prefills"] for one in files)
+        self.assertEqual(before, after)
+        for mine, (tokens_before, its) in zip(
+            sorted(measured), sorted(before, key=itemgetter(1)), strict=True
+        ):
+            self.assertAlmostEqual(len(PROMPT) / 2, tokens_before, delta=3)
+            self.assertAlmostEqual(mine, its, delta=mine / 50)
+        self.assertIn(" s saved, ", logged.records[-1].getMessage())
+        self.assertEqual(str(total), told(self.store))
+
+    @pytest.mark.thorough
+    def test_other_process(self) -> None:
+        """Another process loads what this one stored."""
+        first, _ = self.cached()
+        cold = completed(first, PROMPT)
+        paths = [str(ROOT / "src"), str(ROOT / "tests"), *filter(None, sys.path)]
+        done = subprocess.run(
+            [sys.executable, "-c", OTHER_PROCESS, str(self.model), str(self.store), str(PROMPT)],
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
+            capture_output=True, text=True, check=False,
+        )  # fmt: skip
+
+        self.assertEqual(0, done.returncode, done.stderr)
+        self.assertEqual([WHOLE, cold], json.loads(done.stdout))
+
     def test_not_twice(self) -> None:
         """What the engine has computed itself is not loaded, and not written a second time."""
         llm, cache = self.cached()
@@ -153,6 +218,8 @@ class TestLlamaCpp(DirectoryTest):
 
     def test_kept_apart(self) -> None:
         """Another model, adapter setting, epoch or dtype of the cache finds nothing."""
+        from vua.llama_cpp import identity_of
+
         first, cache = self.cached()
         completed(first, PROMPT)
         other = make_gguf(self.root / "other.gguf", seed=1)
@@ -167,28 +234,30 @@ class TestLlamaCpp(DirectoryTest):
             with self.subTest(name):
                 self.assertEqual(0, self.loaded(one, PROMPT))
                 self.assertNotIn(PROMPT, one)
-        names = [one.identity.namespace for one in (cache, *found.values())]
-        names += [self.named(), self.named(epoch="new")]
+        names = [cache.identity, *(one.identity for one in found.values())]
+        names.append(identity_of(self.llm(), chunk_tokens=CHUNK, epoch="new"))
         with mock.patch("llama_cpp.__version__", "0.3.999"):
-            names.append(self.named())
-        self.assertEqual(len(names), len({*names}))
+            names.append(identity_of(self.llm(), chunk_tokens=CHUNK))
+        self.assertEqual(len(names), len({one.namespace for one in names}))
 
     def test_what_does_not_count(self) -> None:
         """Settings that only say how it is computed leave the identity as it is; n_ctx, too."""
+        from vua.llama_cpp import identity_of
+
         free = {"n_ctx": 128, "n_batch": 32, "flash_attn": True, "n_threads": 2}
-        plain = self.named()
-        self.assertEqual(plain, self.named(**free))
+        plain = identity_of(self.llm()).namespace
+        self.assertEqual(plain, identity_of(self.llm(**free)).namespace)
 
         scaled = make_gguf(self.root / "scaled.gguf", **{"llama.rope.scaling.attn_factor": 1.0})
-        sizes = {self.named(scaled, n_ctx=one) for one in (128, 256)}
+        sizes = {identity_of(self.llm(scaled, n_ctx=one)).namespace for one in (128, 256)}
         self.assertEqual(2, len(sizes))
         for given in (
             {"kv_overrides": {"llama.rope.scaling.original_context_length": 64}},
             {"rope_freq_scale": 0.5, "n_seq_max": 1},
         ):
-            sizes = {self.named(n_ctx=one, **given) for one in (128, 256)}
+            sizes = {identity_of(self.llm(n_ctx=one, **given)).namespace for one in (128, 256)}
             self.assertEqual(2, len(sizes), given)
-        self.assertNotEqual(plain, self.named(n_ctx=2 * CONTEXT_TOKENS))
+        self.assertNotEqual(plain, identity_of(self.llm(n_ctx=2 * CONTEXT_TOKENS)).namespace)
 
     def test_damage(self) -> None:
         """One changed bit costs the chunks from there on, never a token."""
@@ -268,14 +337,15 @@ class TestLlamaCpp(DirectoryTest):
 
     def test_files_that_were_replaced(self) -> None:
         """A file that is another one than was loaded names nothing."""
-        from vua.llama_cpp import VUALlamaCache
+        from vua.llama_cpp import VUALlamaCache, identity_of
 
         llm = self.llm()
         make_gguf(self.root / "other.gguf", seed=1).replace(self.model)
         cache = VUALlamaCache(llm, self.store, chunk_tokens=CHUNK)
         self.addCleanup(cache.close)
-        with self.assertRaisesRegex(ConfigError, "model.gguf changed since it was loaded"):
-            cache.ready()
+        for ask in (cache.ready, lambda: identity_of(llm)):
+            with self.assertRaisesRegex(ConfigError, "model.gguf changed since it was loaded"):
+                ask()
         llm.set_cache(cache)
         completed(llm, PROMPT)
         self.assertEqual([], self.files())
@@ -328,11 +398,29 @@ class TestLlamaCpp(DirectoryTest):
                 cache[PROMPT[::-1]] = llm.save_state()
             self.assertIn("a state is not stored", logs.output[0])
 
+    def test_abandoned_stream(self) -> None:
+        """What was computed for a stream that nobody read to its end is stored all the same."""
+        for how in ("the next request", "close"):
+            with self.subTest(how):
+                self.store = self.root / how
+                llm, cache = self.cached()
+                stream = llm.create_completion(PROMPT, max_tokens=20, stream=True)
+                next(stream)
+                stream.close()
+                self.assertEqual([], [*self.store.rglob("*.safetensors")])
+                if how == "close":
+                    cache.close()
+                else:
+                    completed(llm, PROMPT[::-1], tokens=1)
+                self.assertGreaterEqual(self.loaded(self.cached()[1], PROMPT), WHOLE)
+
     def test_images_weights_beside(self) -> None:
         """A file of an image encoder beside the model is none of what the model computes with."""
-        before = self.named()
+        from vua.llama_cpp import identity_of
+
+        before = identity_of(self.llm()).namespace
         (self.root / "mmproj-model.gguf").write_bytes(self.model.read_bytes()[:100])
-        self.assertEqual(before, self.named())
+        self.assertEqual(before, identity_of(self.llm()).namespace)
 
     def test_not_identified_yet(self) -> None:
         """Until the model's files are read nothing is loaded; what is computed is stored then."""

@@ -82,7 +82,7 @@ class TestState(unittest.TestCase):
             "0 cells": (13, 0),
             "not one sequence's tokens": (cell, 7),
             "sequence's tokens from position 0": (cell + 4, 2),
-            "it ends after": (rows + 4, 9999),  # layers
+            "9999 layers": (rows + 4, 9999),
             "ggml's type 8": (rows + 8, 8),
             "rows of 9 bytes": (rows + 12, 9),
         }
