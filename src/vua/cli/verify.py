@@ -16,7 +16,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
-from typing import Any, Final, Literal
+from typing import Any, Literal
 
 import click
 
@@ -52,19 +52,10 @@ from vua.security.settings import Security
 from vua.storage.description import Description
 from vua.storage.names import SUFFIX
 
-_PLAIN: Final = frozenset(
-    ["publish", "openat2", "RWF_NOWAIT", "O_DIRECT", "cachestat", "permissions", "time stamps",
-     "hard links"]
-)  # fmt: skip
-"""Findings without a figure: passed, they are one row; `--json` has them all."""
-
 
 def show_findings(findings: Sequence[Finding], rules: Rules | None = None) -> None:
     """Print findings, and lifecycle rules that fit the cache."""
-    passed = [one.name for one in findings if one.level == "ok" and one.name in _PLAIN]
-    rows = [(one.level, one.name, one.text) for one in findings if one.name not in passed]
-    if passed:
-        rows.append(("ok", f"{len(passed)} more", ", ".join(passed)))
+    rows = [(one.level, one.name, one.text) for one in findings]
     table(["state", "what", "found"], rows)
     if rules is not None:
         days = counted(rules.days, "day")

@@ -142,16 +142,6 @@ class ForeignTest(DirectoryTest):
 
 
 @pytest.mark.thorough
-class MotoForeignTest(ForeignTest):
-    """The same on a server."""
-
-    def place(self) -> str:
-        """Return the URL of an empty place in its bucket."""
-        self.enterContext(speaking_to(moto()))
-        return f"s3://vua/{memory_url().rpartition('/')[2]}"
-
-
-@pytest.mark.thorough
 class SeaweedFSForeignTest(ForeignTest):
     """The same on a real server."""
 
@@ -199,19 +189,6 @@ class OddKeysTest(DirectoryTest):
             s3.delete_object(Bucket="vua", Key=odd)
         self.assertEqual(0, run("verify", self.url)[0])
         self.assertEqual(0, run("rm", self.url, "--all", "--yes")[0])
-
-
-@pytest.mark.thorough
-class SeaweedFSOddKeysTest(OddKeysTest):
-    """The same on a real server, which takes fewer of them."""
-
-    folders_of_pages = ("x/0500-/", "x/1200-/")  # x/0500/ replaces x/0500 there
-
-    def serve(self) -> None:
-        """Take a place of it."""
-        self.endpoint = seaweedfs().endpoint
-        self.enterContext(speaking_to(self.endpoint))
-        self.url = seaweedfs().place()
 
 
 class OddFilesTest(DirectoryTest):

@@ -11,19 +11,15 @@ import subprocess
 import sys
 import unicodedata
 import unittest
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
 from unittest import mock
 
-import pytest
-
-from commands import TOKENS, CliTest, run, verbs
-from helpers import caches_of, flip
+from commands import CliTest, run
+from helpers import flip
 from vua.cli import main
 from vua.cli import output as text
 from vua.cli.command import ENTRIES
-from vua.core import VUA, VUAConfig
 
 COLOURS = re.compile(r"\x1b\[[0-9;]*m")
 
@@ -57,28 +53,6 @@ def drawn(work: Callable[[], object], columns: int, **environment: str) -> str:
 def columns(line: str) -> int:
     """How many columns a terminal needs for a line."""
     return sum(1 + (unicodedata.east_asian_width(one) in "WF") for one in line)
-
-
-@contextlib.contextmanager
-def marked() -> Iterator[list[tuple[Sequence[str], Sequence[Sequence[object]]]]]:
-    """Mark where commands print tables and facts; yield the heads and rows of tables."""
-    found: list[tuple[Sequence[str], Sequence[Sequence[object]]]] = []
-
-    def marking(real: Callable[..., None]) -> Callable[..., None]:
-        def mark(head: Any, rows: Any) -> None:
-            rows = list(rows() if callable(rows) else rows)
-            found.append((head, rows) if isinstance(head, list) else ([], []))
-            sys.stdout.write("<table>\n")
-            real(head, rows)
-            sys.stdout.write("</table>\n")
-
-        return mark
-
-    with contextlib.ExitStack() as stack:
-        for module in [one for name, one in sys.modules.items() if name.startswith("vua.cli.")]:
-            for name in {"table", "facts"} & set(vars(module)):
-                stack.enter_context(mock.patch.object(module, name, marking(getattr(text, name))))
-        yield found
 
 
 class TestLook(CliTest):
@@ -119,44 +93,6 @@ class TestLook(CliTest):
                 shown = COLOURS.sub("", drawn(lambda: text.table(table, [row]), width))
                 for cell in row[:5]:
                     self.assertIn(cell, shown.split(), shown)
-
-    @pytest.mark.thorough
-    def test_every_table(self) -> None:
-        """All tables of all commands fit 80 columns, however long names and paths are."""
-        long = self.root / ("a-long-name-of-a-directory-" * 8)
-        long.mkdir(mode=0o700)
-        model = "organisation/" + "a-model-" * 20 + "Instruct"
-        with VUA(VUAConfig(split_factor=4, model=model), long) as vua:
-            vua.put(TOKENS, caches_of(layers=3, heads=2, tokens=12, dim=8))
-        chunk = next(long.rglob("*.safetensors")).parent.name
-        run("pin", long, chunk)
-        ids = self.root / "ids"
-        ids.write_text(str(TOKENS.tolist()))
-        shown: set[str] = set()
-        for verb in verbs():
-            run(verb, "--help")  # imports its module, for `marked`
-        for words in (
-            ["ls", long], ["ls", "-l", long], ["ls", long, "--sort", "prompt"], ["verify", long],
-            ["inspect", *long.rglob("*.safetensors")], ["du", long], ["pin", long], ["gc", long],
-            ["explain", long, "--tokens", ids], ["doctor", long],
-            ["top", long, "--once", "--interval", "0.01"],
-        ):  # fmt: skip
-            for term in ("xterm", "dumb"):
-                with self.subTest(words, term=term), marked() as tables:
-                    screen = COLOURS.sub("", on_terminal(words, COLUMNS="80", TERM=term))
-                    for part in screen.split("<table>")[1:]:
-                        lines = part.partition("</table>")[0].splitlines()
-                        self.assertLessEqual(max(map(columns, lines)), 80, part)
-                    shown |= {str(words[0])} if tables else set()
-                    for head, rows in tables:
-                        for row in rows:
-                            for name, value in zip(head, row, strict=True):
-                                if name.startswith(" "):
-                                    self.assertIn(str(value), screen)
-        self.assertEqual(
-            {"ls", "verify", "inspect", "du", "pin", "gc", "explain", "doctor", "top"},
-            shown,
-        )  # fmt: skip
 
     def test_colours(self) -> None:
         """What judges has a colour on a terminal, unless NO_COLOR is set; a pipe has none."""

@@ -12,26 +12,10 @@ from commands import run, run_json
 from helpers import DirectoryTest, caches_of
 from vua.core import VUA, VUAConfig
 from vua.storage.bucket import Bucket
-from vua.storage.bucket_cost import KINDS
 
 obstore = pytest.importorskip("obstore")
 
 CHUNKS = 40
-MOST = {
-    ("ls",): {"list": 3, "get": 1},
-    ("ls", "--long"): {"list": 3, "get": 1},
-    ("du",): {"list": 3, "get": 3},
-    ("top", "--once", "--interval", "0.001"): {"list": 6, "get": 10},
-    ("events",): {"list": 4, "get": 5},
-    ("verify",): {"list": 3, "get": 1 + 2 * CHUNKS},
-    ("pin",): {"list": 3, "get": 2},
-    ("ttl",): {"list": 2, "get": 2},
-    ("gc",): {"list": 3, "get": 4},
-    ("gc", "--max-bytes", "300000B", "--dry-run"): {"list": 3, "get": 5},
-    ("gc", "--max-bytes", "300000B"): {"list": 3, "get": 5, "delete": 1},
-    ("rm", "--all", "--yes"): {"list": 3, "get": 3, "delete": 1},
-}
-"""The most requests that each command sends for the bucket of :class:`RequestsTest`, by kind."""
 
 
 class RequestsTest(DirectoryTest):
@@ -73,23 +57,6 @@ class RequestsTest(DirectoryTest):
         """How many tokens of a prompt are found."""
         with VUA(VUAConfig(split_factor=2, model="tiny"), self.url) as vua:
             return vua.get_closest(torch.arange(first, first + 2 * CHUNKS)).num_tokens
-
-    def test_commands(self) -> None:
-        """No command sends more requests than it needs."""
-        for (command, *words), most in MOST.items():
-            sent = self.sent(command, self.url, *words)
-            kinds = {kind: sent[kind] for kind in KINDS if sent[kind]}
-            with self.subTest(command, words=words):
-                self.assertEqual(
-                    kinds, {kind: min(most.get(kind, 0), kinds[kind]) for kind in kinds}
-                )
-
-    def test_gc_reads_no_headers(self) -> None:
-        """The order comes from the object that the writer left: no request for each chunk."""
-        self.assertEqual(1, len(self.notes()))
-        sent = self.shrink(3)
-        self.assertLessEqual(sent["get"], 5)
-        self.assertEqual(2 * (2 * CHUNKS) - 6, self.leading(0) + self.leading(10_000))
 
     def test_headers_are_read_once(self) -> None:
         """Where nothing tells the order, `gc` reads headers, and writes down what they say."""

@@ -173,6 +173,20 @@ class FaultTest(ProxiedTest):
         self.assertEqual([], list((self.root / "near").rglob("*.safetensors")))
 
 
+class BreakerTest(ProxiedTest):
+    def test_left_alone(self) -> None:
+        """A server that fails again and again is left alone: its requests fail at once."""
+        self.proxy.plan = lambda *_: "503"
+        bucket = Bucket.at(self.url)
+        for _ in range(3):
+            with self.assertRaises(StorageError):
+                bucket.head("x")
+        asked = sum(self.proxy.counts.values())
+        with self.assertRaisesRegex(StorageError, "is not asked again"):
+            bucket.head("x")
+        self.assertEqual(asked, sum(self.proxy.counts.values()))
+
+
 def _tests() -> None:
     """A test per harm, with the bucket alone and behind a directory."""
     for harm in dict.fromkeys((*HARMS, *REFUSALS)):
