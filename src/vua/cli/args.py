@@ -18,7 +18,7 @@ from typing import Final
 import click
 from click.shell_completion import get_completion_class
 
-from vua.cli.command import argument, command
+from vua.cli.command import argument, command, option
 from vua.cli.output import Report
 from vua.cli.root import vua
 from vua.connector.config import VLLM_TRANSFER, sglang_arguments
@@ -159,9 +159,7 @@ def _warn(path: str) -> None:
 @command("args", takes_directory=False)
 @argument("engine", "vllm, sglang, lmcache or docker", metavar="ENGINE", type=click.Choice(ENGINES))
 @argument("path", "directory of the cache, or URL", metavar="PATH")
-@click.option(
-    "--plain-engines", is_flag=True, help="lmcache: your word that engines only run their files"
-)
+@option("--plain-engines", "lmcache: your word that engines only run their files")
 def arguments_of(engine: str, path: str, *, plain_engines: bool = False) -> Report:
     """Return the arguments. Raises ConfigError where they cannot be given."""
     where = path

@@ -3,7 +3,7 @@
 ::
 
     @command("ls")
-    @click.option("-l", "--long", is_flag=True, help="list every chunk")
+    @option("-l --long", "list every chunk")
     def ls(directory: str, *, long: bool = False) -> Report: ...
 
 The function stays callable. It returns a report (:mod:`vua.cli.output`), or, if it takes ``output``
@@ -176,7 +176,49 @@ EXAMPLES: Final[dict[str, tuple[str, ...]]] = {
 _UNITS_S: Final = {"s": 1, "m": 60, "h": 3600, "d": 86400, "w": 604800}
 
 F = TypeVar("F", bound=Callable[..., "Report | int"])
+W = TypeVar("W", bound=Callable[..., object])
 C = TypeVar("C", bound=click.Command)
+
+
+class _Argument(click.Argument):
+    def __init__(self, *words: Any, text: str = "", **more: Any) -> None:
+        super().__init__(*words, **more)
+        self.text = text
+
+
+def argument(name: str, text: str, **more: Any) -> Callable[[W], W]:
+    """Declare an argument, and its explanation; the rest as for `click.argument`."""
+    return click.argument(name, cls=_Argument, text=text, **more)
+
+
+def option(spec: str, text: str, name: str = "", **more: Any) -> Callable[[W], W]:
+    """Declare an option, and its explanation; the rest as for `click.option`.
+
+    ``spec`` has what users write: ``-l --long`` of a flag, ``--max-bytes SIZE`` of a value.
+    """
+    words = spec.split()
+    if words[-1][0] != "-":
+        more["metavar"] = words.pop()
+    elif "type" not in more:
+        more["is_flag"] = True
+    return click.option(*words, *filter(None, [name]), help=text, **more)
+
+
+@option("--key-file FILE", "the directory's own key: the same as the engines'")
+@option("--tenant-keys DIR", "keys of cache salts: the same as the engines'")
+@option("--encrypt", "chunks of --key-file are encrypted")
+def _security(**given: Any) -> Security:
+    """Return the settings from the options. Raises ConfigError for unusable keys."""
+    from vua.security.keyring import check_keys  # noqa: PLC0415 - help goes without
+    from vua.security.settings import Security  # noqa: PLC0415 - likewise
+
+    security = Security(**given)
+    check_keys(security)
+    return security
+
+
+def _params(work: Callable[..., object]) -> list[click.Parameter]:
+    return [*reversed(getattr(work, "__click_params__", []))]
 
 
 def command(
@@ -193,17 +235,13 @@ def command(
 
     def declare(work: F) -> F:
         takes, text = inspect.signature(work).parameters, ENTRIES[name].text
-        params: list[click.Parameter] = list(reversed(getattr(work, "__click_params__", [])))
+        params, keys = _params(work), _params(_security) if "security" in takes else []
         if takes_directory:
             text_ = "directory of the cache, or URL"
             params.insert(0, _Argument(["directory"], metavar="DIR", text=text_))
-        if "security" in takes:
-            params += _key_options()
-        params += [
-            click.Option(["--json", "as_json"], is_flag=True, help="print JSON for other programs"),
-            click.Option(["-q", "--quiet"], is_flag=True, help="print errors alone"),
-        ]
 
+        @option("--json", "print JSON for other programs", name="as_json")
+        @option("-q --quiet", "print errors alone")
         def run(*, as_json: bool, quiet: bool, **options: Any) -> int:
             import logging  # noqa: PLC0415 - help goes without
 
@@ -217,8 +255,9 @@ def command(
                     interrupts.insist()
                 elif takes_directory and not makes_it:
                     check_root(options["directory"], create=False)
-                if "security" in takes:
-                    options["security"] = _security(options)
+                if keys:
+                    given = {str(one.name): options.pop(str(one.name)) for one in keys}
+                    options["security"] = _security(**given)
                 if "output" in takes:
                     options["output"] = output
                 with as_owner(options["directory"]) if as_owner_of else nullcontext():
@@ -227,45 +266,12 @@ def command(
 
         kind = _OfDirectory if takes_directory else _Command
         sentence = f"{text[:1].upper()}{text[1:]}."
+        params += [*keys, *_params(run)]
         made = kind(name, params=params, callback=run, help=sentence, short_help=text)
         COMMANDS[name] = with_help(made)
         return work
 
     return declare
-
-
-class _Argument(click.Argument):
-    def __init__(self, *words: Any, text: str = "", **more: Any) -> None:
-        super().__init__(*words, **more)
-        self.text = text
-
-
-def argument(name: str, text: str, **more: Any) -> Callable[[F], F]:
-    """Declare an argument, and its explanation; the rest as for `click.argument`."""
-    return click.argument(name, cls=_Argument, text=text, **more)
-
-
-def _key_options() -> list[click.Parameter]:
-    return [
-        click.Option(
-            ["--key-file"], metavar="FILE", help="the directory's own key: the same as the engines'"
-        ),
-        click.Option(
-            ["--tenant-keys"], metavar="DIR", help="keys of cache salts: the same as the engines'"
-        ),
-        click.Option(["--encrypt"], is_flag=True, help="chunks of --key-file are encrypted"),
-    ]
-
-
-def _security(options: MutableMapping[str, Any]) -> Security:
-    """Return the settings from the options. Raises ConfigError for unusable keys."""
-    from vua.security.keyring import check_keys  # noqa: PLC0415 - help goes without
-    from vua.security.settings import Security  # noqa: PLC0415 - likewise
-
-    names = ("key_file", "tenant_keys", "encrypt")
-    security = Security(**{name: options.pop(name) for name in names})
-    check_keys(security)
-    return security
 
 
 def with_help(one: C) -> C:

@@ -39,7 +39,7 @@ from vua.capacity.listing import Listing
 from vua.capacity.spaces import Show
 from vua.catalog.base import Catalog, NamespaceCatalog
 from vua.catalog.opening import open_catalog
-from vua.cli.command import command, duration_s
+from vua.cli.command import command, duration_s, option
 from vua.cli.looks import between_looks_s
 from vua.cli.output import SOUND, progress
 from vua.errors import ConfigError, explaining
@@ -287,33 +287,22 @@ class StoredNamespace:
 
 
 @command("events")
-@click.option("--follow", is_flag=True, help="then print changes, until Ctrl-C")
-@click.option(
-    "--interval",
-    "interval_s",
-    metavar="TIME",
+@option("--follow", "then print changes, until Ctrl-C")
+@option(
+    "--interval TIME",
+    "between looks; default 5s, of a bucket 60s",
+    name="interval_s",
     type=duration_s,
-    help="between looks; default 5s, of a bucket 60s",
 )
-@click.option(
+@option(
     "--locality",
+    "of the storage; default by the file system's kind",
     type=click.Choice(("LOCAL", "REMOTE"), case_sensitive=False),
-    help="of the storage; default by the file system's kind",
 )
-@click.option(
-    "--zmq",
-    metavar="ENDPOINT",
-    help="publish to this endpoint, like tcp://127.0.0.1:5557, not on stdout",
-)
-@click.option(
-    "--connect", is_flag=True, help="connect to that endpoint, which the router has bound"
-)
-@click.option("--topic", default="", help="of the messages; default none")
-@click.option(
-    "--replay-endpoint",
-    metavar="ENDPOINT",
-    help="answer requests for missed batches at this endpoint",
-)
+@option("--zmq ENDPOINT", "publish to this endpoint, like tcp://127.0.0.1:5557, not on stdout")
+@option("--connect", "connect to that endpoint, which the router has bound")
+@option("--topic TEXT", "of the messages; default none", default="")
+@option("--replay-endpoint ENDPOINT", "answer requests for missed batches at this endpoint")
 def events(
     directory: str,
     *,

@@ -32,7 +32,7 @@ from vua.catalog.prefix import (
     prompt_keys,
     usable,
 )
-from vua.cli.command import command
+from vua.cli.command import command, option
 from vua.cli.output import DAMAGED, SOUND, Report, facts, line, plain, progress
 from vua.cli.prompt import Prompt, model_directory, read_documents, read_prompts
 from vua.errors import ConfigError, explaining
@@ -254,25 +254,17 @@ def _recent(catalog: Catalog, prefix: str, key_file: str | None) -> Report:
 
 
 @command("explain")
-@click.option("--tokens", metavar="FILE", help="token ids: a JSON list, or integers; - stdin")
-@click.option(
-    "--prompt", metavar="FILE", help="text or JSON requests for --model's tokenizer; - stdin"
-)
-@click.option(
-    "--model", metavar="MODELDIR", help="the model's directory, or its name in the hub's cache"
-)
-@click.option(
-    "--order", metavar="FILE", help='JSON {"prefix", "documents"}: their order that hits most'
-)
-@click.option("--recent", is_flag=True, help="where the last days' prompts part from stored ones")
-@click.option("--namespace", metavar="NS", default="", help="first digits of a namespace")
-@click.option("--chunk-tokens", metavar="N", type=int, help="tokens per chunk")
-@click.option(
-    "--block-tokens", metavar="N", type=int, help="the engine's block_size; default 16 and 128"
-)
-@click.option("--salt", metavar="S", default="", help="the requests' cache salt")
-@click.option("--epoch", metavar="E", default="", help="the engine's epoch, with --model")
-@click.option("--quick", is_flag=True, help="do not look for other continuations")
+@option("--tokens FILE", "token ids: a JSON list, or integers; - stdin")
+@option("--prompt FILE", "text or JSON requests for --model's tokenizer; - stdin")
+@option("--model MODELDIR", "the model's directory, or its name in the hub's cache")
+@option("--order FILE", 'JSON {"prefix", "documents"}: their order that hits most')
+@option("--recent", "where the last days' prompts part from stored ones")
+@option("--namespace NS", "first digits of a namespace", default="")
+@option("--chunk-tokens N", "tokens per chunk", type=int)
+@option("--block-tokens N", "the engine's block_size; default 16 and 128", type=int)
+@option("--salt S", "the requests' cache salt", default="")
+@option("--epoch E", "the engine's epoch, with --model", default="")
+@option("--quick", "do not look for other continuations")
 def explain(directory: str, *, security: Security = NO_KEYS, **asked: Any) -> Report:
     """Report what is stored of a prompt, and why no more; exit status 1 if files are damaged.
 

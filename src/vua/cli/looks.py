@@ -16,13 +16,11 @@ from collections.abc import Mapping
 from functools import partial
 from typing import Any, Final
 
-import click
-
 from vua.capacity.saved import Totals, saved_today
 from vua.catalog.base import Catalog, Snapshot
 from vua.catalog.contents import SHORT
 from vua.catalog.opening import open_catalog
-from vua.cli.command import command, duration_s
+from vua.cli.command import command, duration_s, option
 from vua.cli.output import (
     SOUND,
     Output,
@@ -72,14 +70,13 @@ def _row(one: Mapping[str, Any]) -> list[object]:
 
 
 @command("top")
-@click.option(
-    "--interval",
-    "interval_s",
-    metavar="TIME",
+@option(
+    "--interval TIME",
+    "between looks; default 2s, of a bucket 60s",
+    name="interval_s",
     type=duration_s,
-    help="between looks; default 2s, of a bucket 60s",
 )
-@click.option("--once", is_flag=True, help="look once, over one interval")
+@option("--once", "look once, over one interval")
 def top(
     directory: str, interval_s: float | None = None, *, once: bool = False, output: Output
 ) -> int:

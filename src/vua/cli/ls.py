@@ -11,7 +11,7 @@ import click
 from vua.capacity.saved import Totals, saved_today
 from vua.catalog.contents import SHORT, Content
 from vua.catalog.opening import open_catalog, open_contents
-from vua.cli.command import command
+from vua.cli.command import command, option
 from vua.cli.output import Lazy, Report, line, print_strays, progress, table, when
 from vua.errors import ConfigError
 from vua.io.words import about, counted, size
@@ -125,16 +125,16 @@ def _in_prompts(listing: Listing, tokens: int) -> Iterator[Sequence[object]]:
 
 
 @command("ls")
-@click.option("-l", "--long", is_flag=True, help="list every chunk")
-@click.option("--model", metavar="TEXT", help="only models whose name has this, or a namespace")
-@click.option(
+@option("-l --long", "list every chunk")
+@option("--model TEXT", "only models whose name has this, or a namespace")
+@option(
     "--sort",
+    "the largest or newest first; chunks in the order of prompts; default by name",
     type=click.Choice(SORTS),
     default="name",
-    help="the largest or newest first; chunks in the order of prompts; default by name",
 )
-@click.option("--exact", is_flag=True, help="count very many chunks, not a sample (within 2%)")
-@click.option("--key-file", metavar="FILE", help="count the savings of engines with this key")
+@option("--exact", "count very many chunks, not a sample (within 2%)")
+@option("--key-file FILE", "count the savings of engines with this key")
 def ls(
     directory: str,
     *,

@@ -13,9 +13,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Any, Final
 
-import click
-
-from vua.cli.command import argument, command
+from vua.cli.command import argument, command, option
 from vua.cli.output import Report
 from vua.errors import ConfigError, InputError
 from vua.format.keys import token_ids
@@ -287,7 +285,7 @@ def model_directory(model: str) -> Path:
 
 @command("key", takes_directory=False)
 @argument("path", "file for the key; with --salt a directory", metavar="PATH")
-@click.option("--salt", metavar="S", help="make the key of this cache salt in PATH")
+@option("--salt S", "make the key of this cache salt in PATH")
 def key(path: str, *, salt: str | None = None) -> Report:
     """Make the key file, or check the existing one.
 

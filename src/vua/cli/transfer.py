@@ -26,7 +26,6 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, BinaryIO, Final, cast
 
-import click
 import numpy as np
 
 from vua.capacity.spaces import Show
@@ -36,7 +35,7 @@ from vua.catalog.check import NO_KEYS, Checker, ExpectedEntry, OpenFile, check_o
 from vua.catalog.contents import SHORT
 from vua.catalog.opening import open_catalog
 from vua.catalog.prefix import prompt_keys
-from vua.cli.command import argument, as_owner, command
+from vua.cli.command import argument, as_owner, command, option
 from vua.cli.output import DAMAGED, SOUND, Output, Report, line, plain, progress
 from vua.cli.prompt import read_prompts
 from vua.errors import (
@@ -80,12 +79,12 @@ class _ExportCounts:
 @command("export")
 @argument("file", "archive to write; - stdout", metavar="FILE")
 @argument("names", "6 or more hex digits of a name", metavar="[NAME]...", nargs=-1)
-@click.option("--following", is_flag=True, help="also what follows these chunks")
-@click.option("--tokens", metavar="FILE", help="what is stored of these token ids")
-@click.option("--prompt", metavar="FILE", help="what is stored of this text or JSON requests")
-@click.option("--model", metavar="MODELDIR", help="for the tokenizer of --prompt")
-@click.option("--salt", metavar="S", default="", help="the requests' cache salt")
-@click.option("--all", "everything", is_flag=True, help="everything")
+@option("--following", "also what follows these chunks")
+@option("--tokens FILE", "what is stored of these token ids")
+@option("--prompt FILE", "what is stored of this text or JSON requests")
+@option("--model MODELDIR", "for the tokenizer of --prompt")
+@option("--salt S", "the requests' cache salt", default="")
+@option("--all", "everything", name="everything")
 def export(
     directory: str, file: str, *, security: Security = NO_KEYS, output: Output, **chosen: Any
 ) -> Report:

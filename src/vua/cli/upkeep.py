@@ -8,8 +8,6 @@ from dataclasses import asdict
 from functools import partial
 from typing import Any, Final
 
-import click
-
 from vua.capacity.evictor import PINNED_SHARE
 from vua.capacity.limits import Limits
 from vua.capacity.removal import Collection
@@ -17,7 +15,7 @@ from vua.catalog.base import Use, key_ids, resolve
 from vua.catalog.check import NO_KEYS
 from vua.catalog.contents import SHORT
 from vua.catalog.opening import open_catalog
-from vua.cli.command import argument, asking, command, duration, lifetime_s
+from vua.cli.command import argument, asking, command, duration, lifetime_s, option
 from vua.cli.output import (
     DAMAGED,
     SOUND,
@@ -36,8 +34,8 @@ from vua.security.settings import Security
 
 _LEFT: Final = ("within", "chunks", "nbytes", "exact", "free_nbytes")
 """What `vua gc --json` says of the cache after it."""
-_dry_run = click.option("--dry-run", is_flag=True, help="only show what would be deleted")
-_yes = click.option("--yes", is_flag=True, help="do not ask (it asks on a terminal only)")
+_dry_run = option("--dry-run", "only show what would be deleted")
+_yes = option("--yes", "do not ask (it asks on a terminal only)")
 
 
 # -- du -------------------------------------------------------------------------------------------
@@ -70,8 +68,8 @@ def _show_use(directory: str, use: Use, counts: Mapping[str, int], dollars: floa
 
 
 @command("du", as_owner_of=True)
-@click.option("--quick", is_flag=True, help="estimate all of it from a small sample")
-@click.option("--exact", is_flag=True, help="count very many chunks, not a sample (within 2%)")
+@option("--quick", "estimate all of it from a small sample")
+@option("--exact", "count very many chunks, not a sample (within 2%)")
 def du(directory: str, *, quick: bool = False, exact: bool = False) -> Report:
     """Report the space that a cache takes, by namespace; ``quick``: from a sample, if cheaper.
 
@@ -137,37 +135,16 @@ def _show_collected(
 
 
 @command("gc", as_owner_of=True)
-@click.option(
-    "--max-bytes",
-    metavar="SIZE",
-    help="of the whole cache: bytes, 500G or a share of the disk like 80%",
-)
-@click.option(
-    "--min-free", "min_free_bytes", metavar="SIZE", help="free space to leave on the disk"
-)
-@click.option(
-    "--max-per-salt",
-    "max_bytes_per_salt",
-    metavar="SIZE",
-    help="most bytes of each cache salt's chunks",
-)
-@click.option("--min-free-inodes", metavar="N", help="free inodes to leave, or a share like 2%")
-@click.option(
-    "--ttl",
-    "ttl_s",
-    metavar="TIME",
-    type=lifetime_s,
-    help="delete chunks unused for this long: 1d, 12h",
-)
+@option("--max-bytes SIZE", "of the whole cache: bytes, 500G or a share of the disk like 80%")
+@option("--min-free SIZE", "free space to leave on the disk", name="min_free_bytes")
+@option("--max-per-salt SIZE", "most bytes of each cache salt's chunks", name="max_bytes_per_salt")
+@option("--min-free-inodes N", "free inodes to leave, or a share like 2%")
+@option("--ttl TIME", "delete chunks unused for this long: 1d, 12h", name="ttl_s", type=lifetime_s)
 @_dry_run
 @_yes
-@click.option(
-    "--set", "keep", is_flag=True, help="write these limits to bounds.json, for all processes"
-)
-@click.option("--quick", is_flag=True, help="do not search for orphans and salts")
-@click.option(
-    "--lost-keys", is_flag=True, help="delete chunks sealed with any other key than the given ones"
-)
+@option("--set", "write these limits to bounds.json, for all processes", name="keep")
+@option("--quick", "do not search for orphans and salts")
+@option("--lost-keys", "delete chunks sealed with any other key than the given ones")
 def gc(
     directory: str,
     *,
@@ -233,7 +210,7 @@ def gc(
 
 @command("ttl", as_owner_of=True)
 @argument("seconds", "30m, 12h, 1d, 2w", metavar="[TIME]", type=lifetime_s, required=False)
-@click.option("--off", is_flag=True, help="keep chunks for as long as there is room")
+@option("--off", "keep chunks for as long as there is room")
 def ttl(directory: str, seconds: float | None = None, *, off: bool = False) -> Report:
     """Show, set or (``off``) remove the time without use after which chunks are deleted."""
     catalog = open_catalog(directory)
@@ -257,7 +234,7 @@ def ttl(directory: str, seconds: float | None = None, *, off: bool = False) -> R
 
 @command("pin", as_owner_of=True)
 @argument("names", "6 or more hex digits of a chunk", metavar="[NAME]...", nargs=-1)
-@click.option("--remove", is_flag=True, help="unpin")
+@option("--remove", "unpin")
 def pins(directory: str, names: Sequence[str] = (), *, remove: bool = False) -> Report:
     catalog = open_catalog(directory)
     if names:
@@ -311,8 +288,8 @@ def pins(directory: str, names: Sequence[str] = (), *, remove: bool = False) -> 
 
 @command("rm", as_owner_of=True)
 @argument("names", "6 or more hex digits of a name", metavar="[NAME]...", nargs=-1)
-@click.option("--all", "everything", is_flag=True, help="everything")
-@click.option("--pinned", "force", is_flag=True, help="pinned chunks too")
+@option("--all", "everything", name="everything")
+@option("--pinned", "pinned chunks too", name="force")
 @_dry_run
 @_yes
 def rm(

@@ -18,8 +18,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
-import click
-
 from vua.capacity.spaces import Show
 from vua.catalog.base import Catalog, Demand, Finding, Rules, resolve
 from vua.catalog.check import (
@@ -32,7 +30,7 @@ from vua.catalog.check import (
 )
 from vua.catalog.contents import SHORT
 from vua.catalog.opening import open_catalog
-from vua.cli.command import argument, command, share
+from vua.cli.command import argument, command, option, share
 from vua.cli.output import (
     DAMAGED,
     SOUND,
@@ -65,18 +63,9 @@ def show_findings(findings: Sequence[Finding], rules: Rules | None = None) -> No
 
 
 @command("doctor")
-@click.option(
-    "--trusted-uids", metavar="UIDS", default="", help='the engines\' setting: "any", or 1000,1001'
-)
-@click.option(
-    "--prefill",
-    metavar="TOKENS/S",
-    type=float,
-    help="speed of the prefill that loading has to beat",
-)
-@click.option(
-    "--token-bytes", metavar="N", type=int, help="K and V of a token; by default as stored here"
-)
+@option("--trusted-uids UIDS", 'the engines\' setting: "any", or 1000,1001', default="")
+@option("--prefill TOKENS/S", "speed of the prefill that loading has to beat", type=float)
+@option("--token-bytes N", "K and V of a token; by default as stored here", type=int)
 def doctor(
     directory: str, *, trusted_uids: str = "", prefill: float | None = None,
     token_bytes: int | None = None,
@@ -225,15 +214,8 @@ def _show_others(result: Verification) -> None:
 
 
 @command("verify", as_owner_of=True)
-@click.option("--repair", is_flag=True, help="quarantine damaged files")
-@click.option(
-    "--sample",
-    "part",
-    metavar="SHARE",
-    type=share,
-    default="100%",
-    help="only a random part, like 10%",
-)
+@option("--repair", "quarantine damaged files")
+@option("--sample SHARE", "only a random part, like 10%", name="part", type=share, default="100%")
 def verify(
     directory: str, *, repair: bool = False, part: float = 1.0, security: Security = NO_KEYS
 ) -> Report:

@@ -11,9 +11,7 @@ from collections.abc import Mapping
 from typing import Any, Final
 from urllib import error, request
 
-import click
-
-from vua.cli.command import argument, command
+from vua.cli.command import argument, command, option
 from vua.cli.output import DAMAGED, SOUND, Report, progress, table
 from vua.cli.prompt import read_text, requests
 from vua.errors import ConfigError, InputError
@@ -25,9 +23,9 @@ _FIELDS: Final = ("line", "tokens", "found", "problem")
 @command("warm", takes_directory=False)
 @argument("prompts", 'a prompt a line; .jsonl: the server\'s requests, {"prompt"} or {"messages"}',
           metavar="FILE")  # fmt: skip
-@click.option("--server", metavar="URL", required=True, help="a vLLM or SGLang that runs with VUA")
-@click.option("--model", help="for lines that name none; default the server's only one")
-@click.option("--limit", metavar="N", type=int, help="only the first prompts")
+@option("--server URL", "a vLLM or SGLang that runs with VUA", required=True)
+@option("--model TEXT", "for lines that name none; default the server's only one")
+@option("--limit N", "only the first prompts", type=int)
 def warm(
     prompts: str, *, server: str, model: str | None = None, limit: int | None = None
 ) -> Report:

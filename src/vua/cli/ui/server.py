@@ -24,15 +24,13 @@ from shlex import quote
 from typing import Any, Final
 from urllib.parse import urlsplit
 
-import click
-
 from vua.capacity.saved import saved_today
 from vua.capacity.spaces import silent
 from vua.catalog.base import Catalog, Finding, NamespaceCatalog, Use
 from vua.catalog.check import NO_KEYS
 from vua.catalog.contents import SHORT
 from vua.catalog.opening import open_catalog
-from vua.cli.command import command
+from vua.cli.command import command, option
 from vua.cli.output import SOUND, Output, Report, plain, when
 from vua.cli.verify import verified
 from vua.errors import ConfigError, VUAError
@@ -321,9 +319,7 @@ class _Handler(BaseHTTPRequestHandler):
 
 
 @command("ui", as_owner_of=True)
-@click.option(
-    "--port", metavar="N", type=int, default=0, help="of 127.0.0.1; default one that is free"
-)
+@option("--port N", "of 127.0.0.1; default one that is free", type=int, default=0)
 def ui(directory: str, *, port: int, output: Output) -> int:
     """Serve the page until Ctrl-C.
 
