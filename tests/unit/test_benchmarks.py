@@ -7,19 +7,13 @@ import io
 import json
 import signal
 import sys
-import types
 import unittest
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
-import numpy as np
 import pytest
 
-import agentx
-import evaluation
-import mlperf
 import mutation
 import speed
 import suite.__main__
@@ -90,22 +84,6 @@ class ProgramTest(DirectoryTest):
         self.assertEqual(64, report["worth_loading"]["worth_from_tokens"])
         self.assertEqual([], list(Bucket.at(url).walk()))
 
-    def test_mlperf(self) -> None:
-        """A turn comes back as it was written, of any length; deleted, nothing of it is left."""
-        workload = types.ModuleType("kv_cache.backends")
-        vars(workload)["StorageBackend"] = types.SimpleNamespace(IOTiming=dict)
-        modules = {"kv_cache": types.ModuleType("kv_cache"), workload.__name__: workload}
-        self.enterContext(mock.patch.dict(sys.modules, modules))
-        tier = mlperf.VUABackend(str(self.root))
-        for tokens in (64, 100):
-            numbers = np.random.default_rng(tokens)
-            turn = numbers.standard_normal((3, 2, tokens, 4, 8)).astype(np.float16)
-            tier.write("turn", turn)
-            found = np.array([[part.numpy() for part in one] for one in tier.read("turn")[0]])
-            np.testing.assert_array_equal(turn.swapaxes(2, 3), found[:, :, 0, :, :tokens])
-            tier.delete("turn")
-            self.assertEqual([], self.files())
-
 
 class SuiteTest(DirectoryTest):
     """`dev.py bench`."""
@@ -163,15 +141,6 @@ class SuiteTest(DirectoryTest):
         bad.write_text('{"hash_ids": [1], "input_length": 512}\n{"hash": 3}\n')
         with self.assertRaisesRegex(InputError, "bad, line 2"):
             read(bad)
-
-    def test_arithmetic(self) -> None:
-        """Intervals hold the median; a smaller trace has as many whole blocks and requests."""
-        found = evaluation.interval([*range(90, 111, 5)])
-        self.assertTrue(found["low"] <= found["value"] <= found["high"])
-        asked = {"t": 64.0, "in": 200, "out": 20, "hash_ids": [1, 2, 3], "think_time": None}
-        trace = {"block_size": 64, "tool_tokens": 0, "requests": [asked]}
-        (small,) = agentx.divided(trace, 32)["requests"]
-        self.assertEqual(asked | {"t": 2.0, "in": 6, "out": 1}, small)
 
     def test_errors_by_name(self) -> None:
         """Each error that `dev.py mutate` makes by name still has its place in the source."""

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import itertools
 import os
 import re
 import secrets
@@ -45,7 +46,7 @@ from vua.errors import (
     LayoutError,
     StorageError,
 )
-from vua.format.keys import ChunkKey, KeyChain
+from vua.format.keys import ChunkKey
 from vua.format.layout import Shard, payload_map
 from vua.io.files import make_file
 from vua.io.words import counted, size
@@ -132,7 +133,8 @@ def _chosen(
                 chunks = wanted.setdefault(source, {})
                 for prompt in prompts:
                     keys, _ = prompt_keys(namespace, prompt.ids, choice.salt or prompt.salt)
-                    chunks.update(dict.fromkeys(_leading(source, keys)))
+                    names = (keys[place].name for place in range(len(keys)))
+                    chunks.update(dict.fromkeys(itertools.takewhile(source.holds, names)))
         return {source: list(chunks) for source, chunks in wanted.items()}
     targets = [resolve(found, name) for name in choice.names] or [(one, "") for one in found]
     for source, chunk in targets:
@@ -145,14 +147,6 @@ def _chosen(
         if choice.following:
             chunks.update(dict.fromkeys(source.listing(show).below(chunk)))
     return {source: list(chunks) for source, chunks in wanted.items()}
-
-
-def _leading(source: NamespaceCatalog, keys: KeyChain) -> Iterator[str]:
-    for place in range(len(keys)):
-        name = keys[place].name
-        if not source.holds(name):
-            return
-        yield name
 
 
 def _write(
@@ -201,7 +195,7 @@ def _write_chunk(
                 before = before or (check.info.parent if check.info.start else "")
         except FileNotFoundError:
             return  # evicted this moment; what follows has no prefix then
-        except OSError as problem:
+        except (EntryError, LayoutError, OSError) as problem:
             done.problems.append(f"{source.name}/{path}: {problem}")
             return
         if not files or (before and before not in kept):

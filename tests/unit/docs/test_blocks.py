@@ -166,11 +166,3 @@ class BlockTest(unittest.TestCase):
                 command.make_context(name, more, parent=context)
         else:
             self.assertIn(words[2], commands_of_dev())
-
-    def test_fits(self) -> None:
-        """Another output is noticed."""
-        self.assertTrue(fits("a   b\n...\nz\n", "a b\nc\nd\nz\n"))
-        self.assertFalse(fits("a b\nz\n", "a b\nc\nz\n"))
-        self.assertEqual(
-            [("vua verify kv", 1, "bad\n")], session("$ vua verify kv  # exit status 1\nbad\n")
-        )

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import ast
-import contextlib
-import io
 import json
 import re
 import shutil
@@ -24,7 +22,6 @@ import olympics.page
 import reference
 from commands import run, verbs
 from helpers import ROOT, DirectoryTest
-from lab.__main__ import main as lab_main
 from vua.cli.command import EXAMPLES
 from vua.config import VUAConfig
 from vua.connector.config import ConnectorConfig, defaults
@@ -127,18 +124,6 @@ class ResultsTest(DirectoryTest):
         self.assertEqual([], [one for trace in shares for one in lab.shares.differing(trace)])
         self.assertGreaterEqual(lab.sweeps.lowest(sweeps), 0.99)
 
-    def test_plots(self) -> None:
-        """The page and the pictures of plots."""
-        files = [MEASURED / f"{name}.json" for name in ("gpu", "first-token", "path", "replay")]
-        words = ["plots", *files, "--out", self.root / "plots.html", "--pictures", self.root]
-        with contextlib.redirect_stdout(io.StringIO()):
-            lab_main([str(word) for word in words])
-        made = sorted(self.root.iterdir())
-        self.assertEqual(5, len(made))
-        for one in made:
-            shown = (MEASURED if one.suffix == ".html" else DOCS / "images") / one.name
-            self.assertTrue(one.read_bytes() == shown.read_bytes(), one.name)
-
 
 class ReferenceTest(unittest.TestCase):
     def test_pages(self) -> None:
@@ -166,16 +151,6 @@ class ReferenceTest(unittest.TestCase):
         every = {one.name for one in fields(ConnectorConfig)} - groups | inner
         self.assertLessEqual(every | set(VUAConfig._FIELDS), names("settings.md"))
         self.assertEqual(set(METRICS), names("metrics.md"))
-
-    def test_installed_from_one_place(self) -> None:
-        """One constant says where pip finds VUA: all pages and the README follow it."""
-        self.assertIn(ROOT / "README.md", reference.pages())
-        with mock.patch.object(reference, "SOURCE", "vua"):
-            for page in reference.pages():
-                new = reference.filled(page.read_text("utf-8"))
-                self.assertNotRegex(new, r"pip install '?\.[\['\s]")
-        self.assertEqual("pip install '.[vllm]' x", reference.filled("pip install 'vua[vllm]' x"))
-        self.assertEqual("pip install vllm", reference.filled("pip install vllm"))
 
 
 class ManPageTest(DirectoryTest):

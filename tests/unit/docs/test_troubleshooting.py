@@ -1,9 +1,8 @@
-"""Each remedy of docs/troubleshooting.md helps: it is run on a cache that has the trouble."""
+"""Remedies of docs/troubleshooting.md help: each is run on a cache that has the trouble."""
 
 from __future__ import annotations
 
 import os
-import re
 import shutil
 from pathlib import Path
 from typing import Any, Final
@@ -11,7 +10,7 @@ from typing import Any, Final
 import torch
 
 from commands import run
-from helpers import ROOT, TESTS, DirectoryTest, caches_of
+from helpers import DirectoryTest, caches_of
 from vua.core import VUA, VUAConfig
 from vua.errors import ConfigError
 from vua.security.settings import Security
@@ -20,35 +19,6 @@ CHUNKS: Final = 6
 TOKENS: Final = torch.arange(16 * CHUNKS)
 OTHER: Final = TOKENS + 1000
 KV: Final = caches_of(layers=2, heads=2, tokens=len(TOKENS), dim=64, seed=1)
-
-HERE: Final = {
-    "The engine refuses the directory.": "test_the_engine_refuses_the_directory",
-    '"not a cache directory of VUA (no vua.json) and not empty".': "test_no_mark",
-    "Hits vanish soon.": "test_hits_vanish_soon",
-    "Prompts are not stored whole": "test_prompts_are_not_stored_whole",
-    "The disk is full.": "test_the_disk_is_full",
-    "Files are damaged.": "test_files_are_damaged",
-    "Everything is to go.": "test_everything_is_to_go",
-}
-ELSEWHERE: Final = {
-    "The slowest requests got slower.":
-        "unit/connector/test_load_policy.py: test_hanging_load test_margin",
-    '"vLLM is not installed".': "unit/vllm/test_serve.py: test_no_vllm",
-    "Nothing hits.": "unit/cli/test_cli_explain.py: test_salt test_nearest test_field_of_config",
-    "Nothing hits after a start.": "unit/weights/test_weights.py: test_a_note_travels",
-    '"this engine is served without a stored KV cache".': "unit/vllm/test_refusals.py: test_rows",
-    "Hits only on the same host.": "unit/cli/test_cli_doctor.py: test_mounts test_other_user",
-    "Less is loaded than is stored.": "unit/cli/test_cli_explain.py: test_whole_blocks",
-    "Loads are slow.": "unit/cli/test_cli_doctor.py: test_break_even test_broken test_speed",
-    "Chunks push other files out of memory.": "unit/cli/test_cli_doctor.py: test_cold",
-    '"is not what this engine computes"': "unit/connector/test_witness.py: test_who_is_believed",
-    "A process was killed.": "unit/capacity/test_gc.py: test_leftovers",
-    '"... is gone" or "... is another directory than the one that was open here".':
-        "unit/capacity/test_ours.py: test_deleted_under_a_process",
-    "The server's clock was set.": "unit/capacity/test_upkeep.py: test_set_back",
-    "A host has another clock.": "unit/capacity/test_upkeep.py: test_another_ones_clock",
-}  # fmt: skip
-"""Remedies that need an engine, a mount, another user or a clock, and the tests that run them."""
 
 
 class TestTroubleshooting(DirectoryTest):
@@ -66,20 +36,6 @@ class TestTroubleshooting(DirectoryTest):
         """How many tokens of a prompt a new process loads."""
         with VUA(VUAConfig(split_factor=16, model="tiny", **settings), place) as vua:
             return vua.get_closest(tokens).num_tokens
-
-    def test_each(self) -> None:
-        """Every heading of the page has its test, and each test is there."""
-        page = (ROOT / "docs/troubleshooting.md").read_text(encoding="utf-8")
-        headings = re.findall(r"^\*\*(.+?)\*\*", page, re.MULTILINE)
-        headings.remove("Storing slows the engine.")  # it names nothing to do
-        self.assertEqual(sorted(headings), sorted([*HERE, *ELSEWHERE]))
-        for name in HERE.values():
-            self.assertTrue(hasattr(self, name), name)
-        for where in ELSEWHERE.values():
-            file, _, names = where.partition(": ")
-            text = (TESTS / file).read_text(encoding="utf-8")
-            for name in names.split():
-                self.assertIn(f"    def {name}", text, where)
 
     def test_the_engine_refuses_the_directory(self) -> None:
         """A directory inside one that all may write to; a user whose files are trusted."""

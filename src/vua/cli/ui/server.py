@@ -294,7 +294,7 @@ class _Handler(BaseHTTPRequestHandler):
         elif path in _PAGE:
             name, kind = _PAGE[path]
             content = resources.files("vua.cli.ui").joinpath("page", name).read_bytes()
-            self._send_bytes(HTTPStatus.OK, content, kind)
+            self._send(HTTPStatus.OK, content, kind)
         elif not hmac.compare_digest(said, f"Bearer {self.server.token}".encode()):
             self._send(HTTPStatus.FORBIDDEN, {"error": "open the link that `vua ui` has printed"})
         elif path != "/api/overview":
@@ -302,13 +302,11 @@ class _Handler(BaseHTTPRequestHandler):
         else:
             self._send(HTTPStatus.OK, self.server.watch.seen)
 
-    def _send(self, status: HTTPStatus, value: object) -> None:
-        self._send_bytes(status, json.dumps(value).encode(), "application/json")
-
-    def _send_bytes(self, status: HTTPStatus, content: bytes, kind: str) -> None:
+    def _send(self, status: HTTPStatus, value: object, kind: str = "application/json") -> None:
+        content = value if isinstance(value, bytes) else json.dumps(value).encode()
         self.send_response(status)
-        for name, value in _HEADERS.items():
-            self.send_header(name, value)
+        for name, text in _HEADERS.items():
+            self.send_header(name, text)
         self.send_header("Content-Type", kind)
         self.send_header("Content-Length", str(len(content)))
         self.end_headers()
