@@ -134,12 +134,13 @@ class Engine:
 
 
 def offloading(name: str, root: str) -> dict[str, Any]:
-    """Return the `kv_transfer_config` of a tier; CUDA's copies are lent."""
+    """Return the `kv_transfer_config` of a tier."""
     tier = {"type": "VUATier", "module_path": "vua.vllm.tier", "path": root}
     is_fs = name == FS
+    module = "olympics.offloading_on_cpu" if is_fs else "vua.vllm.offloading"
     return {
         "kv_connector": "OffloadingConnector" if is_fs else "VUAOffloadingConnector",
-        "kv_connector_module_path": "olympics.offloading_on_cpu" if is_fs else "e2e.tier_on_cpu",
+        "kv_connector_module_path": module,
         "kv_role": "kv_both",
         "kv_connector_extra_config": {
             "spec_name": "TieringOffloadingSpec",

@@ -23,7 +23,7 @@ from helpers import save_chunk
 from vua.format.entry import EntryCodec
 from vua.format.identity import Identity, config_digest
 from vua.format.keys import KeyChain, token_ids
-from vua.format.layout import KVLayout, Shard, pages_layout, payload_map
+from vua.format.layout import KVLayout, Shard, payload_map
 from vua.format.parse import parse_entry
 from vua.native import MemoryMap
 from vua.security.seal import Seal, derived
@@ -53,8 +53,8 @@ CASES = (
 )
 
 PAGE_NBYTES = 10
-PAGED = pages_layout(caches=2, parts=2, row_nbytes=3, chunk_tokens=CHUNK)
-PAGED_WINDOW = pages_layout(caches=1, parts=2, row_nbytes=3, chunk_tokens=CHUNK, window=4)
+PAGED = KVLayout(2, 2, 3, 0, "U8", CHUNK, "p3")
+PAGED_WINDOW = KVLayout(1, 2, 3, 0, "U8", CHUNK, "p3w4")
 # layout, the chunks that the prompt needs of it
 PAGE_CASES = ((PLAIN, (0, 1)), (PAGED, (0, 1)), (PAGED_WINDOW, (1,)))
 

@@ -15,7 +15,7 @@ from e2e.kinds import KINDS
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "models.md"
 REGION = re.compile(r"(<!-- models -->\n).*?(<!-- /models -->)", re.DOTALL)
-CANONICAL, PAGES = "canonical", "pages"
+CANONICAL = "canonical"
 
 
 class Row(NamedTuple):
@@ -27,14 +27,12 @@ class Row(NamedTuple):
     engine: str
     stored: str
     where: str
-    """`CPU`: by a real engine; `CPU, copies lent`: likewise, as a tier below vLLM's offloading,
-    whose copies between a GPU and the host's memory the tests lend; `simulated`: by the connector's
-    workers over noise, with vLLM's own descriptions of caches; `described`: by these alone;
-    `CPU, alone`: a single architecture."""
+    """`CPU`: by a real engine; `CPU, tier`: likewise, as a tier below vLLM's offloading;
+    `described`: by vLLM's own descriptions of caches alone; `CPU, alone`: a single architecture."""
     tests: dict[str, str]
     """What was shown -> the test."""
     why_tier: str = ""
-    """Why `vua.vllm.support` sends a GPU's engine to the tier; empty: to VUA's own connector."""
+    """Why `vua.vllm.support` sends an engine to the tier; empty: to VUA's own connector."""
 
 
 def _tier(name: str, models: str, **tests: str) -> Row:
@@ -45,14 +43,11 @@ def _tier(name: str, models: str, **tests: str) -> Row:
 
 REUSE, MODELS = "tests/e2e/test_reuse.py::ReuseTest::", "tests/e2e/test_models.py::"
 PARALLEL = "tests/e2e/test_parallel.py::TensorParallelTest::"
-FP8 = "tests/e2e/test_pages.py::PagesTest::"
 IDENTITY = "tests/e2e/test_identity.py::PictureTest::"
 ENCODERS = "tests/e2e/test_encoders.py::EncodersTest::"
-STATES = "tests/e2e/test_states.py::StatesTest::"
 CLASSES = "tests/e2e/test_classes.py::"
-DRAFTS = "tests/e2e/test_drafts.py::DraftTest::"
 TIER = "tests/e2e/test_tier.py::TierTest::test_"
-LENT = "CPU, copies lent"
+LENT = "CPU, tier"
 ARCHITECTURES, ALONE = "tests/e2e/test_architectures.py::", "CPU, alone"
 PAGES_OF = "tests/unit/vllm/test_vllm_pages.py::"
 LEFT = "left to the tier"
@@ -85,18 +80,6 @@ ROWS = (
         },
     ),
     Row(
-        *("full attention, fp8 cache", "--kv-cache-dtype fp8 on a CPU", "vllm", PAGES, "CPU"),
-        {
-            "cold, restart": f"{FP8}test_restart",
-            "longer, branch": f"{FP8}test_parts_of_a_prompt",
-            "preempted": f"{FP8}test_preempted",
-            "damage": f"{FP8}test_damage",
-            "noise": f"{FP8}test_negative_control",
-            "TP 2": f"{FP8}test_other_workers",
-        },
-        "a cache of fp8",
-    ),
-    Row(
         *("full and windowed layers", "gpt-oss, Gemma 3", "vllm", CANONICAL, "CPU"),
         {
             "cold, own hit, restart, longer, branch, damage, noise": f"{CLASSES}WindowsTest"
@@ -116,44 +99,6 @@ ROWS = (
     Row(
         *("latents (MLA)", "DeepSeek V2 and V3, Kimi K2", "vllm", CANONICAL, "CPU"),
         {"bytes after a restart": "tests/e2e/test_bytes.py::LatentBytesTest::test_latents"},
-    ),
-    Row(
-        *("gated delta net", "Qwen3-Next", "vllm", "canonical and state", "CPU"),
-        {
-            "cold, own hit, restart, longer, branch, damage, noise": f"{CLASSES}DeltaNetTest"
-            "::test_row",
-            "TP 2": f"{STATES}test_two_workers_running_ahead",
-        },
-        "layers with states",
-    ),
-    Row(
-        *("short convolution", "LFM2", "vllm", "canonical and state", "CPU"),
-        {
-            "cold, own hit, restart, damage, noise": f"{CLASSES}ConvolutionTest::test_row",
-            "TP 2": f"{CLASSES}ConvolutionTest::test_workers",
-        },
-        "layers with states",
-    ),
-    Row(
-        *("draft by EAGLE", "Llama 3 with EAGLE-3", "vllm", CANONICAL, "CPU"),
-        {
-            "cold, restart, bytes, another draft": f"{DRAFTS}test_eagle",
-            "a chunk of the draft missing": f"{DRAFTS}test_without_its_draft",
-            "own hit, longer, branch, damage, noise": f"{CLASSES}EagleTest::test_row",
-            "preempted": f"{CLASSES}EagleTest::test_preempted",
-            "TP 1 to 2": f"{CLASSES}EagleTest::test_workers",
-        },
-        "a draft's layers",
-    ),
-    Row(
-        *("draft in the model (MTP)", "ERNIE 4.5, DeepSeek V3", "vllm", CANONICAL, "CPU"),
-        {
-            "cold, restart, bytes, another draft": f"{DRAFTS}test_mtp",
-            "own hit, longer, branch, damage, noise": f"{CLASSES}MultiTokenTest::test_row",
-            "preempted": f"{CLASSES}MultiTokenTest::test_preempted",
-            "TP 1 to 2": f"{CLASSES}MultiTokenTest::test_workers",
-        },
-        "a draft's layers",
     ),
     Row(
         *("guesses by n-grams", "any model", "vllm", CANONICAL, "CPU"),
@@ -191,8 +136,8 @@ ROWS = (
         "an indexer",
     ),
     Row(
-        "hybrids on a GPU",
-        "Qwen3-Next, Qwen 3.5, Nemotron-H",
+        "hybrids that vLLM runs on GPUs alone",
+        "Qwen 3.5, Nemotron-H",
         *("vllm", "rows", "described"),
         {LEFT: f"{PAGES_OF}ClassesTest::test_hybrids"},
         "layers with states",
@@ -203,27 +148,9 @@ ROWS = (
         "a cache of fp8",
     ),
     Row(
-        *("heads that differ", "Gemma 4", "vllm", "canonical and pages", "CPU"),
-        {
-            "cold, restart, noise": f"{MODELS}WindowedModelsTest::test_gemma4",
-            "which groups are made": f"{PAGES_OF}ClassesTest::test_heads_that_differ",
-        },
-        "heads that differ",
-    ),
-    Row(
-        *("attention within chunks", "Llama 4, as its line in the log says", "vllm"),
-        *(CANONICAL, "CPU"),
-        {"cold, restart, noise": f"{MODELS}UncachedModelsTest::test_chunked_attention"},
-        "attention within chunks",
-    ),
-    Row(
         *("compressed latents", "DeepSeek V4", "vllm", "rows", "described"),
         {LEFT: f"{PAGES_OF}ClassesTest::test_compressed"},
         "compressed latents",
-    ),
-    Row(
-        *("random combinations", "-", "vllm", "any", "simulated"),
-        {"stored and loaded": f"{PAGES_OF}GeneratedModelsTest::test_host"},
     ),
     _tier(
         *("full attention", "Llama"),
@@ -240,6 +167,7 @@ ROWS = (
     ),
     _tier("full and windowed layers", "gpt-oss", restart="gpt_oss", branch="where_prompts_part"),
     _tier("layers that share caches", "Gemma 3n", restart="gemma3n"),
+    _tier("full attention, fp8 cache", "--kv-cache-dtype fp8", restart="fp8"),
     _tier("heads that differ", "Gemma 4", restart="gemma4"),
     _tier("attention within chunks", "Llama 4", restart="llama4"),
     _tier("gated delta net", "Qwen3-Next", restart="qwen3_next"),
@@ -271,9 +199,9 @@ ROWS = (
 
 def text() -> str:
     """The tables, Markdown: the engines' own, vLLM's below its offloading, by architecture."""
-    own = [["class", "for example", "engine", "stored", "GPU", "where", "what is run"]]
+    own = [["class", "for example", "engine", "stored", "way", "where", "what is run"]]
     tier = [["class by the tier", "for example", "what is run"]]
-    single = [["architecture", "for example", "GPU", "what is run"]]
+    single = [["architecture", "for example", "way", "what is run"]]
     for row in ROWS:
         door = ("tier" if row.why_tier else "connector") if row.engine == "vllm" else ""
         what = ", ".join(row.tests)

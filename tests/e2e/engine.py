@@ -423,10 +423,8 @@ def counted(counts: dict[str, int]) -> Iterator[None]:
 
     from vua.connector.group_transfer import CachedLoads
     from vua.device.cpu_pages import PagedKV
-    from vua.device.paged import WholePages
     from vua.store.store import Loader
 
-    whole = WholePages.scatter_chunks
     scatter, preempt = PagedKV.scatter_chunks, Scheduler._preempt_request
     schedule, aim, load = Scheduler.schedule, CachedLoads.aim, Loader.load_cached
     aims: dict[int, Any] = {}
@@ -437,10 +435,6 @@ def counted(counts: dict[str, int]) -> Iterator[None]:
     def counting_scatter(self: PagedKV, ids: Any, start: int, count: int, *rest: Any) -> None:
         scatter(self, ids, start, count, *rest)
         add("tokens_loaded", count)
-
-    def counting_whole(self: WholePages, ids: Any, start: int, count: int, *rest: Any) -> None:
-        whole(self, ids, start, count, *rest)
-        add("tokens_loaded", 0 if self.last else count)  # of a state's there are no tokens
 
     def noting_aim(self: CachedLoads, part: Any, at: int, order: Any) -> Any:
         aims[id(self.loader)] = part
@@ -465,7 +459,6 @@ def counted(counts: dict[str, int]) -> Iterator[None]:
 
     with (
         mock.patch.object(PagedKV, "scatter_chunks", counting_scatter),
-        mock.patch.object(WholePages, "scatter_chunks", counting_whole),
         mock.patch.object(CachedLoads, "aim", noting_aim),
         mock.patch.object(Loader, "load_cached", counting_load),
         mock.patch.object(Scheduler, "_preempt_request", counting_preempt),

@@ -400,6 +400,22 @@ _baselines: dict[str, Served] = {}
 _filled: dict[str, Path] = {}
 
 
+def tier_at(root: Path, **settings: Any) -> dict[str, Any]:
+    """Settings of kv_transfer_config with VUA as a tier below vLLM's offloading."""
+    times = {"lookup_s": 60.0, "io_s": 60.0, "drain_s": 60.0}
+    tier = {"type": "VUATier", "module_path": "vua.vllm.tier", "path": str(root)}
+    return {
+        "kv_connector": "VUAOffloadingConnector",
+        "kv_connector_module_path": "vua.vllm.offloading",
+        "kv_load_failure_policy": None,
+        "kv_connector_extra_config": {
+            "spec_name": "TieringOffloadingSpec",
+            "cpu_bytes_to_use": 64 << 20,
+            "secondary_tiers": [tier | {"timeouts": times} | settings],
+        },
+    }
+
+
 @needs_vllm
 class EngineTest(unittest.TestCase):
     """Base of the tests: a fresh directory for each, and what is asked of every run."""

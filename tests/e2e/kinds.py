@@ -68,9 +68,8 @@ class Kind(NamedTuple):
     """Tokens that a longer prompt loads, and one that shares 400 tokens; empty: neither is asked,
     since the tokens depend on how vLLM cuts a prompt into steps."""
     engine: dict[str, Any] = {}  # noqa: RUF012
-    environment: dict[str, str] = {}  # noqa: RUF012
     why_tier: str = ""
-    """Why an engine on a GPU takes the tier; empty: it takes the connector."""
+    """Why an engine takes the tier; empty: it takes the connector."""
     cannot: str = ""
     """Why nothing is stored on a CPU, as vLLM or VUA says it: it is described alone."""
 
@@ -227,7 +226,6 @@ KINDS: dict[str, Kind] = {
             "num_hidden_layers": 4,
             "num_local_experts": 2,
         },
-        environment={"VLLM_ALLOW_CHUNKED_LOCAL_ATTN_WITH_HYBRID_KV_CACHE": "0"},
         why_tier="attention within chunks",
     ),
     "MellumForCausalLM": Kind("mellum", "Mellum 2", HEADS | WINDOW | EXPERTS),

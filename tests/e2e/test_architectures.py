@@ -23,8 +23,19 @@ from e2e.checkpoints import with_biases
 from e2e.controls import exchange_for_noise
 from e2e.damage import flip, stored
 from e2e.engine import ENVIRONMENT
-from e2e.harness import PROMPT, RESET, Batch, Exchange, Phase, needs_windows, run, tokens
-from e2e.kinds import KINDS, Kind
+from e2e.harness import (
+    PROMPT,
+    RESET,
+    RESET_ALL,
+    Batch,
+    Exchange,
+    Phase,
+    needs_windows,
+    run,
+    tier_at,
+    tokens,
+)
+from e2e.kinds import ALIGNED, KINDS, Kind
 
 pytestmark = [pytest.mark.vllm, pytest.mark.soak]
 
@@ -42,7 +53,8 @@ class TestArchitectures:
         check_door(name, kind, tmp_path)
         config = {"architectures": [name], **kind.config}
         model = with_biases(tmp_path / "model", kind.model_type, **config)
-        check = check_refused if kind.cannot else check_loads
+        check = check_by_tier if kind.why_tier else check_loads
+        check = check_refused if kind.cannot else check
         check(kind, {"model": str(model), **kind.engine}, tmp_path / "kv")
 
 
@@ -87,7 +99,7 @@ def check_loads(kind: Kind, engine: dict[str, Any], root: Path) -> None:
 
     def phase(*batches: Batch | Exchange) -> Phase:
         steps = [step for batch in batches for step in (RESET, batch)]
-        return Phase(steps, engine, root, environment=kind.environment)
+        return Phase(steps, engine, root)
 
     (cold,) = run(
         phase(WHOLE, *(replace(one, salt=f"other {at}") for at, one in enumerate(others)))
@@ -113,9 +125,34 @@ def check_loads(kind: Kind, engine: dict[str, Any], root: Path) -> None:
     assert wrong != cold.tokens[0]
 
 
+def check_by_tier(kind: Kind, engine: dict[str, Any], root: Path) -> None:
+    """The same tokens by another process, of which a part is loaded; no damaged byte is."""
+    flipped, others = root.with_name("flipped"), OTHERS[: len(kind.loaded)]
+    engine = ALIGNED | engine
+
+    def phase(at: Path, *batches: Batch) -> Phase:
+        steps = [step for batch in batches for step in (RESET_ALL, batch)]
+        return Phase(steps, engine, at, transfer=tier_at(at))
+
+    apart = (replace(one, salt=f"other {at}") for at, one in enumerate(others))
+    (cold,) = run(phase(root, WHOLE, *apart))
+    assert cold.problem is None
+    assert len({*map(tuple, cold.tokens)}) == len(cold.tokens), cold.tokens
+    shutil.copytree(root, flipped)
+    for path in stored(flipped):
+        flip(path)
+
+    warm, damaged = run(phase(root, WHOLE, *others), phase(flipped, WHOLE))
+
+    assert (cold.tokens, cold.tokens[:1]) == (warm.tokens, damaged.tokens)
+    assert (not any(cold.cached), damaged.cached) == (True, [0])
+    assert warm.cached[0] >= 512
+
+
 def check_refused(kind: Kind, engine: dict[str, Any], root: Path) -> None:
     """On a CPU vLLM does not run it, or VUA stores nothing: either says why."""
-    bare, served = run(Phase([WHOLE], engine), Phase([WHOLE], engine, root))
+    transfer = tier_at(root) if kind.why_tier else {}
+    bare, served = run(Phase([WHOLE], engine), Phase([WHOLE], engine, root, transfer=transfer))
 
     assert kind.cannot in (served.problem or served.log)
     assert bare.tokens == served.tokens

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from e2e.architectures import gemma3, gemma3n, gpt_oss, lfm2, qwen3_next
+from e2e.architectures import gemma3, gemma3n, gpt_oss
 from e2e.controls import exchange_for_noise
 from e2e.damage import stored
 from e2e.harness import (
@@ -69,14 +69,6 @@ class PartingTest(EngineTest):
             with self.subTest(model.name):
                 super().setUp()
                 self.check(shared(prompts), 896, 896, model=str(model))
-
-    def test_states(self) -> None:
-        """A state is stored at half of it, at least; and where a block ends with a chunk."""
-        same = {"enable_prefix_caching": True, "max_num_seqs": 1}
-        qwen = {"model": str(qwen3_next()), "mamba_ssm_cache_dtype": "float32"}
-        self.check(shared(5), 640, 640, dtype="bfloat16", **qwen, **same)
-        super().setUp()
-        self.check(shared(5), 896, 512, model=str(lfm2()), **same)
 
 
 class ReuseTest(EngineTest):

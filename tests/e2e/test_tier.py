@@ -1,8 +1,4 @@
-"""VUA as a tier below vLLM's offloading, by whole engines on CPUs.
-
-vLLM's offloading runs on GPUs alone; the copies between the engine's cache and the host's memory
-are lent here (`benchmarks/olympics/offloading_on_cpu.py`). All else is vLLM's own.
-"""
+"""VUA as a tier below vLLM's offloading, by whole engines on CPUs."""
 
 from __future__ import annotations
 
@@ -36,6 +32,7 @@ from e2e.harness import (
     needs_windows,
     run,
     shared,
+    tier_at,
 )
 from e2e.harness import tokens as random_tokens
 from e2e.pictures import IMAGE_TOKEN
@@ -45,7 +42,6 @@ pytestmark = [pytest.mark.vllm, pytest.mark.thorough]
 
 CPU = Path("/proc/cpuinfo").read_text()
 BATCH = Batch([PROMPT], max_tokens=12)
-TIMES = {"lookup_s": 60.0, "io_s": 60.0, "drain_s": 60.0}
 LEAST = 600
 """Tokens of the prompt of 700 that each kind of model loads at least: whole blocks of any size."""
 
@@ -61,25 +57,8 @@ class TierTest(EngineTest):
     ) -> Served:
         """Run one engine with the tier on this test's directory."""
         trouble = settings.pop("trouble", {})
-        transfer = {
-            "kv_connector": "VUAOffloadingConnector",
-            "kv_connector_module_path": "e2e.tier_on_cpu",
-            "kv_load_failure_policy": None,
-            "kv_connector_extra_config": {
-                "spec_name": "TieringOffloadingSpec",
-                "cpu_bytes_to_use": 64 << 20,
-                "secondary_tiers": [
-                    {
-                        "type": "VUATier",
-                        "module_path": "vua.vllm.tier",
-                        "path": str(self.root),
-                        "timeouts": TIMES,
-                        **settings,
-                    }
-                ],
-            },
-        }
         cached = {"enable_prefix_caching": True, **(engine or {})}
+        transfer = tier_at(self.root, **settings)
         phase = Phase(batches, cached, self.root, transfer=transfer, trouble=trouble)
         (served,) = run(phase, by=by)
         self.assertIsNone(served.problem, served.log[-3000:])
@@ -99,17 +78,26 @@ class TierTest(EngineTest):
         self.check()
 
     def test_by_the_rule(self) -> None:
-        """Where a user gives memory for offloading, the configuration names VUA alone."""
-        batch, given = Batch([PROMPT], max_tokens=12), {"enable_prefix_caching": True}
-        given["kv_offloading_size"] = 1 / 16
+        """The configuration names VUA alone: with memory for offloading, or a model with states."""
         by_name = {"kv_connector": "VUA", "kv_connector_module_path": None}
-        cold, warm = (
-            self.serve(batch, engine=given, transfer=by_name, trouble={"offloads": True})
-            for _ in range(2)
-        )
-        self.assertEqual(([0], cold.tokens), (cold.cached, warm.tokens))
-        self.assertGreaterEqual(warm.cached[0], LEAST)
-        self.assertIn("below vLLM's offloading, which takes 0.1 GiB", warm.log)
+        for given, said in (
+            ({"kv_offloading_size": 1 / 16}, "0.1 GiB of the host's memory: --kv-offloading-size"),
+            ({"model": str(architectures.lfm2())}, "GiB of the host's memory: layers with states"),
+        ):
+            engine = {"enable_prefix_caching": True, **given}
+            cold, warm = (self.serve(BATCH, engine=engine, transfer=by_name) for _ in range(2))
+            self.assertEqual(([0], cold.tokens), (cold.cached, warm.tokens))
+            self.assertGreaterEqual(warm.cached[0], LEAST)
+            self.assertIn(said, warm.log)
+
+    def test_states_without_blocks(self) -> None:
+        """Without prefix caching vLLM keeps no states at blocks' ends: nothing is stored."""
+        engine = {"model": str(architectures.lfm2()), "enable_prefix_caching": False}
+        served = self.tier(BATCH, SETTLE, BATCH, engine=engine)
+
+        self.assertEqual(([0, 0], []), (served.cached, stored(self.root)))
+        self.assertEqual(2 * self.baseline(BATCH, engine=engine), served.tokens)
+        self.assertIn("start it with --enable-prefix-caching", served.log)
 
     def test_qwen3_next(self) -> None:
         """Gated delta nets beside attention."""

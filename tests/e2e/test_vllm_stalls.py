@@ -184,8 +184,7 @@ class StallTest(unittest.TestCase):
     def settings(self, model: str, **extra: Any) -> Settings:
         extra = {"chunk_tokens": 64, "timeouts": {"lookup_s": 0.2, "io_s": 0.5}} | extra
         shape = make_shape(model, 80)
-        caching = model == "states"
-        return Settings(self.root, shape, blocks=80, prefix_caching=caching, extra=extra)
+        return Settings(self.root, shape, blocks=80, extra=extra)
 
     def answered(self, engine: Engine, name: str, seed: int = 1) -> int:
         """Let an engine answer a request; return how many tokens it loaded."""
@@ -213,7 +212,7 @@ class StallTest(unittest.TestCase):
         The storage dies before the namespace is open, or when the scheduler's half has opened it.
         """
         driven = set[str]()
-        for number, model in enumerate(("full", "hybrid", "states")):
+        for number, model in enumerate(("full", "hybrid")):
             for opened in (False, True):
                 with self.subTest(model, opened=opened):
                     self.root = self.root.with_name(f"kv-{model}-{opened}")

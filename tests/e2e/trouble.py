@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import hashlib
-import importlib
 import pkgutil
 import random
 import secrets
@@ -38,9 +37,8 @@ def trouble(described: dict[str, Any] | None, counts: MutableMapping[str, int]) 
             "preempt_every": steps after which all running requests are thrown out; "one_identity":
             whatever the model, the adapter and the image, all is stored under the same names;
             "another_setup": this engine runs other code than those that stored before;
-            "newer": this vLLM came after those that were run; "offloads": vLLM's offloading runs
-            on this CPU, see `offloading_on_cpu`; "late": the weights are known once a prompt waits;
-            "sample_nbytes": so much is read to check a note beside the weights.
+            "newer": this vLLM came after those that were run; "late": the weights are known once a
+            prompt waits; "sample_nbytes": so much is read to check a note beside the weights.
         counts: gets the number of files "struck".
     """
     described = described or {}
@@ -53,9 +51,6 @@ def trouble(described: dict[str, Any] | None, counts: MutableMapping[str, int]) 
             stack.enter_context(_slow_storage(**described["slow"]))
         if "preempt_every" in described:
             stack.enter_context(_preemptions(described["preempt_every"]))
-        if described.get("offloads"):
-            importlib.import_module("e2e.tier_on_cpu")
-            stack.enter_context(mock.patch("vua.vllm.support.no_tier", return_value=""))
         if "sample_nbytes" in described:
             nbytes = described["sample_nbytes"]
             stack.enter_context(mock.patch("vua.weights.content._SAMPLE_NBYTES", nbytes))

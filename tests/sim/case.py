@@ -21,7 +21,7 @@ import vua.store.namespace
 from e2e.damage import STRIKES, stored
 from sim.engine import Engine, Settings
 from sim.stored import Inventory, take_inventory
-from sim.truth import MODELS, STATE, VOCABULARY, Chain, make_shape
+from sim.truth import MODELS, VOCABULARY, Chain, make_shape
 from sim.worker import Wrong
 from vua.storage.base import Batch, ReadResult
 from vua.storage.local import LocalStorage
@@ -103,16 +103,6 @@ def draw(seed: int) -> Case:
     )
 
 
-def with_states(case: Case) -> Case:
-    """The same for a model with states, which vLLM keeps with prefix caching."""
-    return dataclasses.replace(case, model="states", prefix_caching=True)
-
-
-def with_draft(case: Case) -> Case:
-    """The same for a model with a draft that has layers of its own."""
-    return dataclasses.replace(case, model="draft", asynchronous=False, drafts=max(1, case.drafts))
-
-
 def play(case: Case) -> Counter[str]:
     """Play a scenario; return what happened in it. Raises Wrong, naming it, for what may not be."""
     root = Path(tempfile.mkdtemp(prefix="vua-sim-"))
@@ -151,12 +141,9 @@ class _Play:
                     self.live(engine, life)
                     self.counts += engine.counts
         self.counts["read errors"] += len(read_errors)
-        states = self.case.model == "states"
         looking = dataclasses.replace(
-            self.settings(1), prefix_caching=states, blocks=999, role="kv_consumer"
+            self.settings(1), prefix_caching=False, blocks=999, role="kv_consumer", drafts=0
         )
-        if self.case.model != "draft":
-            looking = dataclasses.replace(looking, drafts=0)
         looking.extra["timeouts"] = {"lookup_s": 60.0}
         with self.engine(looking) as engine:  # describes the namespace, should that be deleted
             inventory = take_inventory(
@@ -272,8 +259,6 @@ class _Play:
         distinct = list({id(chain): chain for chain, _ in self.finished}.values())[:6]
         for number, chain in enumerate(distinct):
             engine.add(f"end.{number}", chain, 1)
-            while STATE in inventory.shape.windows and engine.busy:  # vLLM's own cache stays empty
-                self.advance(engine)
             engine.reset_prefix_cache(running=False)
         while engine.busy:
             self.advance(engine)

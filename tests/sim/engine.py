@@ -14,8 +14,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from e2e.architectures import eagle
-from sim.truth import DRAFT, STATE, Chain, Shape, layer_name
+from sim.truth import Chain, Shape, layer_name
 from sim.worker import Worker, Wrong
 from small_models import make_model
 from vua.vllm import CONNECTOR
@@ -85,16 +84,12 @@ def vllm_config(settings: Settings) -> Any:
     from vllm.engine.arg_utils import EngineArgs
 
     shape, drafts = settings.shape, {"num_speculative_tokens": settings.drafts}
-    own = len([window for window in shape.windows if window != DRAFT])
-    if own < len(shape.windows):
-        drafts |= {"method": "eagle", "model": str(eagle())}
-    else:
-        drafts |= {"method": "ngram", "prompt_lookup_max": 3}
+    drafts |= {"method": "ngram", "prompt_lookup_max": 3}
     extra = {"shared_storage_path": str(settings.root), "strict": True}
     extra |= {"load_policy": "always", "witness_every": 0}  # here computing takes no time at all
     extra |= settings.extra
     config = EngineArgs(
-        model=str(model(own, shape.heads, shape.dim)),
+        model=str(model(len(shape.windows), shape.heads, shape.dim)),
         skip_tokenizer_init=True,
         enforce_eager=True,
         max_model_len=MAX_MODEL_LEN,
@@ -113,8 +108,6 @@ def vllm_config(settings: Settings) -> Any:
     ).create_engine_config()
     config.cache_config.num_gpu_blocks = settings.blocks
     config.cache_config.kv_cache_layout = LAYOUT
-    config.cache_config.mamba_cache_mode = "align" if STATE in shape.windows else "none"
-    config.cache_config.mamba_block_size = settings.block_size
     config.scheduler_config.async_scheduling = settings.asynchronous  # CPU workers refuse it
     return config
 
@@ -122,12 +115,10 @@ def vllm_config(settings: Settings) -> Any:
 def kv_cache_config(settings: Settings, config: Any) -> Any:
     """The layers in groups, as vLLM forms them."""
     import torch
-    from vllm.v1.attention.backends.registry import MambaAttentionBackendEnum
     from vllm.v1.core.kv_cache_utils import get_kv_cache_groups
     from vllm.v1.kv_cache_interface import (
         FullAttentionSpec,
         KVCacheConfig,
-        MambaSpec,
         MLAAttentionSpec,
         SlidingWindowSpec,
     )
@@ -140,16 +131,6 @@ def kv_cache_config(settings: Settings, config: Any) -> Any:
         specs[layer_name(number)] = (
             SlidingWindowSpec(sliding_window=window, **same) if window > 0 else spec
         )
-        if window == STATE:
-            specs[layer_name(number)] = MambaSpec(
-                block_size=settings.block_size,
-                shapes=((2 * shape.heads, shape.dim),),
-                dtypes=(torch.int16,),
-                mamba_type=MambaAttentionBackendEnum.GDN_ATTN,  # a kind that runs on CPUs
-                page_size_padded=spec.page_size_bytes,
-                mamba_cache_mode="align",
-                num_speculative_blocks=settings.drafts,
-            )
     groups = get_kv_cache_groups(config, specs)
     return KVCacheConfig(
         num_blocks=settings.blocks * len(groups),

@@ -16,11 +16,9 @@ from unittest import mock
 import torch
 
 from sim.case import Case, draw
-from vua.connector import save_scheduler as saving
 from vua.connector.group_transfer import CachedLoads
 from vua.connector.metadata import ConnectorMetadata
 from vua.device.cpu_pages import PagedKV
-from vua.device.paged import WholePages
 from vua.format.keys import KeyChain
 from vua.format.prefix import longest_prefix
 from vua.vllm.kv_connector_v1 import VUAStorageConnector_V1 as Connector
@@ -232,44 +230,3 @@ def windows_are_not_looked_up(patches: ExitStack) -> None:
         return longest_prefix(kinds, stored, most, lambda *_: None, align)
 
     patches.enter_context(mock.patch("vua.connector.prefix_match.longest_prefix", longest))
-
-
-STATES: dict[str, Any] = {"model": "states", "prefix_caching": True, "asynchronous": False}
-STATES |= {"drafts": 0, "block_sizes": (32, 32), "chunk_tokens": 64, "requests": 10}
-STATES |= {"longest": 300, "lookup_timeout_s": 60.0}
-
-
-@mutation(**STATES)
-def states_are_not_loaded(patches: ExitStack) -> None:
-    """K and V of a prefix are loaded, the state behind it is not."""
-
-    def change(_self: Any, orders: ConnectorMetadata, _output: Any) -> None:
-        for order in orders.loads:
-            order.parts = order.parts[:1]
-
-    change_orders(patches, change)
-
-
-@mutation(model="draft", asynchronous=False, drafts=2)
-def drafts_are_not_loaded(patches: ExitStack) -> None:
-    """K and V of a prefix are loaded, those of the draft that goes on from it are not."""
-    states_are_not_loaded(patches)
-
-
-@mutation(**STATES)
-def states_of_any_point_are_saved(patches: ExitStack) -> None:
-    """What a step leaves is stored as the state behind a chunk that ended before."""
-
-    def gather(original: Any, self: WholePages, ids: Any, start: int, *rest: Any) -> None:
-        latest = next(block for block in reversed(ids) if block)
-        original(self, [latest] * len(ids), start, *rest)
-
-    original = saving.state_to_save
-
-    def state(model: Any, group: Any, number: int, found: Any, step: Any, _every: int) -> Any:
-        last = step.complete // model.align * model.align
-        tables = [[1] * len(table) for table in step.tables]
-        return original(model, group, number, found, step._replace(complete=last, tables=tables), 1)
-
-    instead(patches, WholePages, "gather", gather)
-    patches.enter_context(mock.patch.object(saving, "state_to_save", state))

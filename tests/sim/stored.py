@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -10,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from sim.truth import DRAFT, STATE, Chain, Shape, first_read, rows
+from sim.truth import Chain, Shape, first_read, rows
 from sim.worker import Wrong
 from vua.device.buffers import StagingBuffer
 from vua.format.keys import ChunkKey, KeyChain, token_ids
@@ -47,8 +46,6 @@ class Inventory:
         for end in range(most // block_size * block_size, 0, -block_size):
             if all(
                 all(chunks[first_read(end, w) // block_size * block_size // size : -(-end // size)])
-                if w != STATE
-                else end % size == 0 and chunks[end // size - 1]
                 for w, chunks in stored.items()
             ):
                 yield end
@@ -57,18 +54,17 @@ class Inventory:
     @property
     def leading(self) -> list[int]:
         """The windows of the layers of which everything is stored: no window, if there are such."""
-        whole = [window for window in self.shape.kinds if window <= 0]
+        whole = [window for window in self.shape.kinds if not window]
         return whole or list(self.shape.kinds)
 
     def missing(self, chain: Chain, block_size: int, *, windows: bool) -> list[tuple[int, int]]:
         """What an engine with such blocks should have stored of a prompt: (window, chunk).
 
-        It stores up to the last token where a block, and a state's chunk, ends. With ``windows``,
+        It stores up to the last token where a block ends. With ``windows``,
         also what other layers than the leading ones need to go on there.
         """
         size, missing = self.chunk_tokens, []
-        step = math.lcm(block_size, size) if STATE in self.shape.kinds else block_size
-        end = len(chain.prompt) // size * size // step * step
+        end = len(chain.prompt) // size * size // block_size * block_size
         for window in self.shape.kinds:
             stored = self.stored(chain, window)
             if 0 < window < size:
@@ -92,8 +88,8 @@ def keys_of(chain: Chain, chunk_tokens: int) -> list[ChunkKey]:
 
 
 def kind_of(layout: KVLayout) -> int:
-    """The window of a store's layers, or what stands for one."""
-    return DRAFT if layout.drafts else layout.window or 0
+    """The window of a store's layers; 0 for none."""
+    return layout.window or 0
 
 
 def take_inventory(
@@ -133,15 +129,6 @@ def _is_right(
     if not store.load([key], buffer.memory).chunks:
         return False
     layers = shape.kinds[kind_of(store.layout)]
-    if store.layout.window == STATE:
-        expected = rows(chain.hashes(key.stop - 1, key.stop), shape, layers)
-        wanted = expected[:, 0].transpose(1, 0, 2, 3).reshape(len(layers), -1)
-        (states,) = buffer.arrays
-        found = states.flatten().view(torch.int16).numpy().reshape(len(layers), -1)
-        found = found[:, : wanted.shape[1]]
-        if not np.array_equal(found, wanted):
-            raise Wrong(f"the stored states behind token {key.stop} of a prompt are wrong")
-        return True
     expected = rows(chain.hashes(key.start, key.stop), shape, layers)
     for array, wanted in zip(buffer.arrays, expected, strict=True):
         found = array[0].view(torch.int16).numpy()

@@ -13,7 +13,7 @@ import torch
 
 from e2e.engine import ENVIRONMENT
 from helpers import soak
-from sim.case import Case, draw, play, with_draft, with_states
+from sim.case import Case, draw, play
 from sim.engine import leave_world
 from sim.mutants import MUTATIONS, mutated, scenario
 from sim.truth import MODELS
@@ -24,8 +24,6 @@ pytestmark = [pytest.mark.vllm, pytest.mark.thorough]
 FIRST_SEED = int(os.environ.get("VUA_TEST_SEED", "0"))
 QUICK_SEEDS = 10
 """Two of each kind of model."""
-QUICK_STATES = 2
-QUICK_DRAFTS = 2
 SOAK_SEEDS = int(os.environ.get("VUA_SIM_SEEDS", "400"))
 TRIES = 30
 """Scenarios in which a bug may show itself; most do in the first."""
@@ -69,26 +67,6 @@ class SimulationTest(unittest.TestCase):
         """No slot that attention reads is ever wrong, nobody is stuck, nothing is left behind."""
         self.play_all([draw(FIRST_SEED + number) for number in range(QUICK_SEEDS)])
 
-    def play_kind(self, cases: list[Case], *events: str) -> None:
-        """Play scenarios with a model of one kind; together they must have had these events."""
-        total = sum((play(case) for case in cases), Counter[str]())
-        for event in (*events, "loaded tokens", "hit at the end", "stored chunks"):
-            with self.subTest(event):
-                self.assertGreater(total[event], 0)
-
-    def play_states(self, seeds: range) -> None:
-        """No step goes on from a state of other tokens, and none such is stored."""
-        self.play_kind([with_states(draw(seed)) for seed in seeds], "checked states")
-
-    def play_drafts(self, seeds: range) -> None:
-        """No step attends to a wrong slot of the draft's, none such is stored."""
-        self.play_kind([with_draft(draw(seed)) for seed in seeds], "rejected drafts")
-
-    def test_states_and_drafts(self) -> None:
-        """A model that keeps states, and one with a draft that has layers of its own."""
-        self.play_states(range(FIRST_SEED, FIRST_SEED + QUICK_STATES))
-        self.play_drafts(range(FIRST_SEED, FIRST_SEED + QUICK_DRAFTS))
-
     def test_bugs_are_caught(self) -> None:
         """A connector with a bug fails in a scenario in which the real one does not.
 
@@ -118,5 +96,3 @@ class SimulationTest(unittest.TestCase):
         """The same for VUA_SIM_SEEDS seeds, from VUA_TEST_SEED on."""
         seeds = range(FIRST_SEED, FIRST_SEED + SOAK_SEEDS)
         self.play_all([draw(seed) for seed in seeds], *RARE)
-        self.play_states(seeds)
-        self.play_drafts(seeds)

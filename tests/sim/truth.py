@@ -69,13 +69,6 @@ class Chain:
         return np.array(digests, dtype=np.uint64)
 
 
-STATE: Final = 2
-"""In the place of a window: these layers keep a state. (So says `KVLayout.window` of them.)"""
-
-DRAFT: Final = -1
-"""Likewise: these layers attend to everything, and are a draft model's."""
-
-
 @dataclass(frozen=True)
 class Shape:
     """The model's KV cache."""
@@ -102,10 +95,6 @@ def make_shape(model: str, window: int) -> Shape:
     """One of `MODELS`, with layers of this window where it has any."""
     if model == "hybrid":  # three cache groups of two layers: one of full attention, two of windows
         return Shape((window, window, 0, window, window, 0), dim=32)
-    if model == "states":  # two cache groups: attention, and states of half a page or less
-        return Shape((STATE, 0, STATE, 0), dim=32)
-    if model == "draft":
-        return Shape((0, 0, DRAFT))
     if model == "two windows":
         return Shape((window + 32, 0, window))
     if model == "windowed":
@@ -148,17 +137,6 @@ class Cache:
         self._bits = self.memory.view(torch.int16).numpy()
         self._write_layer = self._latent_writer() if shape.latent else self._writer()
 
-    def state(self, digest: int, group: int) -> Rows:
-        """The states behind a token, ``[layers, ...]``: what its K and V would be."""
-        bits = rows(np.array([digest], dtype=np.uint64), self.shape, self.groups[group])
-        return bits[:, 0].transpose(1, 0, 2, 3).reshape(len(self.groups[group]), -1)
-
-    def states(self, block: int, group: int) -> Rows:
-        """The states in a block, in place: ``[layers, ...]`` as `state` has them."""
-        layers = len(self.groups[group])
-        pages = self._bits[:layers, block].reshape(layers, -1)
-        return pages[:, : 2 * self.shape.heads * self.shape.dim]
-
     def _writer(self) -> _Write:
         if not self.packed:
             size = self.block_size
@@ -189,15 +167,10 @@ class Cache:
     @property
     def layers(self) -> dict[str, torch.Tensor]:
         return {
-            layer_name(number): self._registered(number, self.memory[at])
+            layer_name(number): self.memory[at]
             for layers in self.groups
             for at, number in enumerate(layers)
         }
-
-    def _registered(self, number: int, memory: torch.Tensor) -> torch.Tensor:
-        if self.shape.windows[number] != STATE:
-            return memory
-        return memory.view(torch.int8).reshape(len(memory), 1, 1, -1)
 
     def write(self, group: int, table: Sequence[int], start: int, hashes: Hashes) -> None:
         """Write tokens from ``start`` on, as the attention layers of a group do."""

@@ -14,10 +14,9 @@ from functools import cache
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import torch
 
-from sim.truth import STATE, Cache, Chain, Oracle, Shape, first_read
+from sim.truth import Cache, Chain, Oracle, Shape, first_read
 
 NULL_BLOCK = 0
 """What vLLM puts into a table where a window needs nothing."""
@@ -144,8 +143,6 @@ class Worker:
         scheduled = output.num_scheduled_tokens
         for layer in self.cache.layers:
             self.connector.wait_for_layer_load(layer)
-        for request_id in scheduled:
-            self._check_states(request_id, started[request_id])
         sampled = {}
         for request_id, count in scheduled.items():
             drafts = output.scheduled_spec_decode_tokens.get(request_id, [])
@@ -156,9 +153,6 @@ class Worker:
             while accepted < len(drafts) and drafts[accepted] == right[accepted]:
                 accepted += 1
             for group, table in enumerate(row.tables):
-                if self._windows[group] == STATE:
-                    self._leave_states(row, group, stop, accepted, len(drafts))
-                    continue
                 self.cache.write(group, table, start, row.chain.hashes(start, stop, drafts))
             sampled[request_id] = right[: accepted + 1] if stop >= known[request_id] else []
             row.end = stop + accepted + 1
@@ -171,51 +165,17 @@ class Worker:
             self.connector.save_kv_layer(name, layer, self)
         return sampled
 
-    def _leave_states(self, row: Row, group: int, stop: int, accepted: int, drafts: int) -> None:
-        """Leave the states behind a step: behind the last accepted token, and in each full block.
-
-        First a state of each guess lies in the blocks from the last token's on, as vLLM has them;
-        then those that were accepted are copied to where the next step, or another request, finds
-        them.
-        """
-        size, table = self.cache.block_size, row.tables[group]
-        first = (stop + drafts - 1) // size
-        for block in [one for one in table[first : first + 1 + drafts] if one] if drafts else ():
-            self.cache.states(block, group)[:] = self._random.randrange(256)
-        end = stop + accepted
-        for after in [*(n for n in range(stop, end) if n % size == 0), end]:
-            if block := table[(after - 1) // size]:
-                hashed = int(row.chain.hashes(after - 1, after)[0])
-                self.cache.states(block, group)[:] = self.cache.state(hashed, group)
-
     def _check(self, request_id: str, start: int, count: int, drafts: Sequence[int]) -> None:
         """Compare every slot that attention reads for tokens ``start`` and following."""
         row = self._rows[request_id]
         hashes = row.chain.hashes(0, start + count - len(drafts), drafts)
         for group, table in enumerate(row.tables):
-            if self._windows[group] == STATE:
-                continue
             first = first_read(start, self._windows[group])
             index = self._oracles[group].wrong_block(self.cache, table, hashes, first)
             if index is not None:
                 message = f"{request_id}: block {index} of {start} + {count} tokens"
                 raise Wrong(f"{message} holds a wrong value (group {group}, its table: {table})")
             self.counts["checked tokens"] += len(hashes) - first
-
-    def _check_states(self, request_id: str, start: int) -> None:
-        """Compare the states that a request goes on from behind ``start`` tokens.
-
-        Before anything is written, as vLLM copies them to where the step will leave its own.
-        """
-        row = self._rows[request_id]
-        for group, table in enumerate(row.tables):
-            if start == 0 or self._windows[group] != STATE:
-                continue
-            block = table[(start - 1) // self.cache.block_size]
-            before = self.cache.state(int(row.chain.hashes(start - 1, start)[0]), group)
-            if not np.array_equal(before, self.cache.states(block, group)):
-                raise Wrong(f"{request_id}: block {block} is not the state behind {start} tokens")
-            self.counts["checked states"] += 1
 
     def _propose(self, request_id: str, sampled: Sequence[int]) -> list[int]:
         if not sampled:

@@ -41,7 +41,7 @@ NOTHING_MORE: Final = EngineIdentity({}, "", "", "")
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """The layers of one kind: full attention, a sliding window, or a state.
+    """The layers of one kind: full attention, or a sliding window.
 
     An engine may spread one kind over several of its own cache groups, each with a block table.
     """
@@ -55,8 +55,6 @@ class Group:
     """The engine's cache groups that these layers are spread over."""
     names: tuple[str, ...] = ()
     """What the engine calls their caches, in order; nothing where a layer's number tells it."""
-    page_nbytes: int = 0
-    """Bytes of a page that is stored as the engine has it; 0 where its form is known."""
 
     @property
     def written(self) -> tuple[Shard, ...]:
@@ -95,9 +93,6 @@ class Model:
     """Number of blocks in the engine's own cache, of each of its groups."""
     step_tokens: int = 8192
     """The most tokens that the engine computes in one step."""
-    draft_tokens: int | None = None
-    """If a draft model has layers here: with a request longer than this the engine skips the draft
-    for a whole step."""
     adapters_spill: bool = False
     """Whether the engine computes requests without an adapter wrongly in a step with one."""
     identified: bool = True
@@ -140,12 +135,6 @@ class Model:
         """
         size, align = self.chunk_tokens, self.align
         return -(-(chunks * size // align * align) // size) if self.loads else chunks
-
-    @property
-    def whole_blocks(self) -> int:
-        """What the tokens that an engine has are a multiple of where a load can begin."""
-        whole = any(group.layout.keeps_state or group.page_nbytes for group in self.groups)
-        return math.lcm(*self.block_sizes) if whole else 1
 
     @property
     def kinds(self) -> tuple[Kind, ...]:

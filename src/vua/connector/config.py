@@ -90,9 +90,7 @@ class ConnectorConfig:
     window_every_tokens: int = 8192
     """Models with sliding windows: the window is stored at the end of each prompt, where a later
     prompt diverged, and where one may: at eight points in each doubling of the length, and at every
-    multiple of this many tokens. Models with states (Mamba, gated delta nets): the state at the
-    end, where one diverged, after 512 tokens and each doubling, and at these multiples; a step ends
-    there, with a block."""
+    multiple of this many tokens."""
     load_policy: str | float = "faster"
     """`"faster"`: load a stored prefix if that is predicted to be faster than computing it.
     `"always"`: load each stored prefix. A number: skip a load that is predicted to take more than

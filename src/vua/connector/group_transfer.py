@@ -27,7 +27,7 @@ from vua.connector.metrics import Recorder
 from vua.device.buffers import StagingBuffer, StagingPool
 from vua.device.cpu_pages import PagedKV
 from vua.device.gds import Gds
-from vua.device.paged import PagedCache, WholePages
+from vua.device.paged import PagedCache
 from vua.device.staging import DeviceBuffer, Fence
 from vua.format.keys import ChunkKey, Keys
 from vua.format.layout import Shard
@@ -100,9 +100,7 @@ BlockTables: TypeAlias = Sequence[Sequence[int]]
 class PageLayouts(Protocol):
     """The layout of K and V in an engine's tensors, known to its own package."""
 
-    def host_pages(
-        self, group: Group, caches: Sequence[torch.Tensor], block_size: int
-    ) -> PagedKV | WholePages:
+    def host_pages(self, group: Group, caches: Sequence[torch.Tensor], block_size: int) -> PagedKV:
         """Return the blocks of some of a group's layers, in CPU memory.
 
         ``block_size``: tokens per block of the block table. Raises VUAError: the layout is unknown.
@@ -361,11 +359,7 @@ class GroupTransfer:
             one.zero_()
         self.gather([buffer], [key], [ids])
         self.fetch([buffer])
-        whole = not (self.group.page_nbytes or self.group.layout.keeps_state)  # others are padded
-        came = [
-            bool(((one == other) | ((one == 0) & (not whole))).all() and one.any())
-            for one, other in zip(bytes_of, sent, strict=True)
-        ]
+        came = [torch.equal(one, other) for one, other in zip(bytes_of, sent, strict=True)]
         for one in bytes_of:
             one.zero_()
         self._scatter(buffer, [key], part, order, 1)

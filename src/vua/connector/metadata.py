@@ -237,13 +237,11 @@ class ScheduledRequest:
     computed: int
     """Tokens computed before the step."""
     tokens: int
-    """Tokens that the step computes; guesses are the last of them."""
+    """Tokens that the step computes, guesses included."""
     new_blocks: Tables
     """Its new blocks for this step."""
     begins: bool
     """Whether it begins, or resumes after a preemption: ``new_blocks`` is then its whole table."""
-    guesses: int = 0
-    """How many of the tokens are guesses."""
 
 
 @dataclass(frozen=True, slots=True)

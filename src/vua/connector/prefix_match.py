@@ -3,8 +3,7 @@
 A layer with full attention needs every chunk of the prefix. One with a sliding window needs only
 the chunks inside the window at the point where the computation continues; these chunks are stored
 only at such points: at the end of a prompt, where it diverged from another one, and where a later
-one may diverge, see `branches`. One with a state needs the state at that point, stored at the same
-points if a block of the engine ends there. So a hit ends where every group has what it needs.
+one may diverge, see `branches`. So a hit ends where every group has what it needs.
 """
 
 from __future__ import annotations
@@ -22,8 +21,6 @@ from vua.store.writer import Run
 _MAX_PROBES: Final = 1000
 """Probes for windows per lookup, a few ms locally; a prompt that needs more counts as not stored
 there."""
-_FIRST_STATE: Final = 512
-"""Tokens before the first state that is stored within a prompt: the engine ends a step for it."""
 
 
 @dataclass(slots=True)
@@ -37,7 +34,7 @@ class PrefixMatch:
     stored: int
     """Leading chunks whose files exist in the leading groups."""
     windows: tuple[frozenset[int], ...]
-    """Per group of layers, the chunks to store: only needed for groups with a window or a state."""
+    """Per group of layers, the chunks to store: only needed for groups with a window."""
     prompt_chunks: int
     """How many chunks of the prompt are worth storing, see `Model.useful_chunks`."""
     writers: tuple[Run, ...] = ()
@@ -46,8 +43,6 @@ class PrefixMatch:
     """Who wrote the required chunks of the other groups."""
     kind: tuple[str, ...] = ("",)
     """What is compared separately: the adapter's digest or "", then the inputs besides text."""
-    states: frozenset[int] = frozenset()
-    """For layers with a state: the numbers of tokens after which it is worth a file."""
     most: int = 0
     """Tokens from its start on that could be loaded if all were stored, and the client permits."""
 
@@ -80,25 +75,16 @@ def find(
             if group in leading
         )
         tokens = longest(model, stores, keys, stored, most)
-    whole, ends = len(keys) * size, {len(keys)}
-    states = {whole // align * align, (max(whole, num_tokens) - 1) // align * align}
+    ends = {len(keys)}
     if window_every_tokens is not None:
         every = max(1, window_every_tokens // size)
         ends |= {*branches(len(keys), 8, every), *range(0, len(keys), every)}
-        states |= {*state_ends(whole, align)}
     if tokens < min(stored * size, most) // align * align:
         # another prompt diverged here, more may follow
         ends.add(stored)
-        states.add(stored * size // align * align)
-    windows = tuple(
-        frozenset(at // size - 1 for at in states if at)
-        if group.layout.keeps_state
-        else _window_chunks(model, group, ends)
-        for group in model.groups
-    )
-    kept = frozenset(states if any(group.layout.keeps_state for group in model.groups) else ())
+    windows = tuple(_window_chunks(model, group, ends) for group in model.groups)
     useful = model.useful_chunks(len(keys))
-    return PrefixMatch(keys, tokens, stored, windows, useful, states=kept, most=most)
+    return PrefixMatch(keys, tokens, stored, windows, useful, most=most)
 
 
 def branches(stop: int, parts: int, every: int) -> Iterator[int]:
@@ -115,14 +101,8 @@ def branches(stop: int, parts: int, every: int) -> Iterator[int]:
         at += max(1, min(every, (1 << at.bit_length() - 1) // parts))
 
 
-def state_ends(tokens: int, align: int) -> list[int]:
-    """Return where within a prompt states are stored that later ones may need: at each doubling."""
-    first = -(-_FIRST_STATE // align) * align
-    return [at * first for at in branches(-(-tokens // first), 1, tokens)]
-
-
 def longest(model: Model, stores: Sequence[Store], keys: Keys, stored: int, most: int) -> int:
-    """Return how many tokens can be loaded: every window and state after them is stored.
+    """Return how many tokens can be loaded: every window after them is stored.
 
     Touches the storage; raises StorageError, OSError.
 

@@ -27,7 +27,7 @@ class Refusal(NamedTuple):
 
 
 REFUSALS: Final[Mapping[str, Refusal]] = {
-    "tier_alone": Refusal("on GPUs VUA's own connector does not serve {}", _TIER),
+    "tier_alone": Refusal("VUA's own connector does not serve {}", _TIER),
     "old_vllm": Refusal("{} needs more of vLLM's load interface", "install vLLM 0.30 or later"),
     "mixed_blocks": Refusal(  # seen: it lets a block's bytes lie in others
         "vLLM's CPU backend mixes up blocks of a {} KV cache", "leave out --kv-cache-dtype"
@@ -41,9 +41,6 @@ REFUSALS: Final[Mapping[str, Refusal]] = {
         _WITHOUT,
     ),
     "no_cache": Refusal("the engine has no KV cache", _WITHOUT),
-    "no_attention": Refusal(
-        "a model without attention has no KV cache of single tokens to store", _WITHOUT
-    ),
     "unidentified": Refusal("the model cannot be identified: {}", "give vLLM a readable directory"),
     "weights": Refusal(
         "the weights cannot be identified: {}",
@@ -63,12 +60,6 @@ REFUSALS: Final[Mapping[str, Refusal]] = {
         "{}: it is unknown how its draft's K and V depend on the prompt",
         "use ngram, or a draft by eagle or mtp",
     ),
-    "draft_layers": Refusal(
-        "the layers of a draft by {} cannot be found", "use ngram, or report it"
-    ),
-    "draft_setting": Refusal(
-        "{} together with {}", "leave that out; --tensor-parallel-size divides drafts"
-    ),
     "latent": Refusal(
         "this MLA backend cannot continue a cached prefix (vLLM turned prefix caching off)",
         '"allow": ["inexact_continuation"] loads correct bytes anyway',
@@ -79,24 +70,11 @@ REFUSALS: Final[Mapping[str, Refusal]] = {
         "ends of blocks",
         "start it with --enable-prefix-caching",
     ),
-    "states_on_cpu": Refusal(
-        "vLLM's kernels for CPUs keep no {} states at the ends of blocks",
-        f"{_WITHOUT}, and with --no-enable-prefix-caching",
-    ),
     "no_prefix": Refusal("a {} KV cache of which vLLM itself caches no prefix", _WITHOUT),
-    "chunked": Refusal(
-        "layers that attend within chunks of {} tokens (Llama 4)",
-        "start it with VLLM_ALLOW_CHUNKED_LOCAL_ATTN_WITH_HYBRID_KV_CACHE=0 in its environment",
-    ),
-    "unknown_rule": Refusal(
-        "a {} KV cache: it is unknown which of its tokens a hit needs",
-        f"report the model; until then {_WITHOUT}",
-    ),
     "pipeline": Refusal(
-        "several kinds of KV cache, pages of an unknown form, or layers that share caches, "
-        "together with pipeline parallelism",
-        "leave out --pipeline-parallel-size; --tensor-parallel-size divides it, too; or on GPUs "
-        + _TIER,
+        "several kinds of KV cache, or layers that share caches, together with pipeline "
+        "parallelism",
+        "leave out --pipeline-parallel-size; --tensor-parallel-size divides it, too; or " + _TIER,
     ),
     "no_images": Refusal("the model takes no images", "send text alone", _REQUEST),
     "other_encoder": Refusal(

@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 from typing import Any, Final, NamedTuple
 
 from vua.connector.adapters import Adapter
-from vua.connector.cache_spec import Group, Model
+from vua.connector.cache_spec import Model
 from vua.connector.config import ConnectorConfig
 from vua.connector.events import KVEventPublisher
 from vua.connector.load_policy import NOTHING_STORED, LoadDecision
@@ -64,7 +64,7 @@ class RequestState:
     """A load for it failed: it is computed, not looked up again."""
     outdated: bool = False
     """It began before a reset, its adapter was replaced since, its adapter is unknown, or the
-    engine did not run its draft for it, or applied another request's adapter to it."""
+    engine applied another request's adapter to it."""
     loading: list[int] = field(default_factory=list)
     """Blocks that a running load fills; empty if the load can only fail as a whole."""
     block_ids: list[list[int]] = field(default_factory=list)
@@ -92,10 +92,8 @@ def to_load(
     """
     if found is None:  # impossible; a load without keys fails, and no engine waits for ever
         return GroupLoad(number, start, stop, [])
-    group, size = model.groups[number], model.chunk_tokens
-    first = model.first_loaded(group, stop)
-    if not group.layout.keeps_state:  # a state cannot be divided
-        first = max(first, start)
+    size = model.chunk_tokens
+    first = max(model.first_loaded(model.groups[number], stop), start)
     return GroupLoad(number, first, stop, found.keys.run(first // size, -(-stop // size)))
 
 
@@ -104,22 +102,14 @@ class Step(NamedTuple):
 
     chunks: range
     """The prompt's chunks that are complete after it, and were not ordered to be saved before."""
-    computed: int
-    """Tokens computed before it."""
-    complete: int
-    """Tokens computed after it."""
     tables: Sequence[Sequence[int]]
     """The request's block table in this step, per cache group; 0 if a block is freed."""
     reused: range = range(0)
     """In a request's first step: chunks before it from the engine's own prefix cache, whose windows
-    and states may not be stored."""
-    guessed: bool = False
-    """Whether it computes guesses, too: an engine keeps a state for each of them."""
+    may not be stored."""
 
 
-def to_save(
-    model: Model, number: int, found: PrefixMatch, step: Step, every_tokens: int
-) -> Sequence[ChunkKey]:
+def to_save(model: Model, number: int, found: PrefixMatch, step: Step) -> Sequence[ChunkKey]:
     """Return those of the step's chunks that a group needs, and that are still in its blocks.
 
     Args:
@@ -127,13 +117,10 @@ def to_save(
         number: the group's index in it.
         found: the result of the prompt's lookup.
         step: what happens now.
-        every_tokens: distance of the points at which windows and states are stored in any case.
     """
     group = model.groups[number]
     if group.layout.window is None:
         return found.keys.run(step.chunks.start, step.chunks.stop)
-    if group.layout.keeps_state:
-        return state_to_save(model, group, number, found, step, every_tokens)
     wanted, leads = found.windows[number], group in model.leading
     return [
         found.keys[chunk]
@@ -141,26 +128,6 @@ def to_save(
         if leads or chunk in wanted or chunk >= found.prompt_chunks  # of unknown end
         if model.in_blocks(group, chunk, step.tables)
     ]
-
-
-def state_to_save(
-    model: Model, group: Group, number: int, found: PrefixMatch, step: Step, every_tokens: int
-) -> Sequence[ChunkKey]:
-    """The chunk with which the step ends, if its state is worth a file; the same for its start.
-
-    An engine has the states of no other chunks.
-    """
-    keys = []
-    for end, chunks in ((step.computed, step.reused), (step.complete, step.chunks)):
-        chunk = end // model.chunk_tokens - 1
-        if end % model.align or chunk not in chunks or (step.guessed and chunks is step.chunks):
-            continue
-        wanted = chunk in found.windows[number] or chunk >= found.prompt_chunks
-        wanted |= chunks is step.chunks and end // every_tokens > step.computed // every_tokens
-        tables = ((step.tables[table], model.block_sizes[table]) for table in group.tables)
-        if wanted and all(table[end // block - 1] for table, block in tables):
-            keys.append(found.keys[chunk])
-    return keys
 
 
 class Origin(NamedTuple):
@@ -218,18 +185,6 @@ class Origins:
 
 _MAX_COPIES: Final = 1 << 16
 """Chunks that were ordered and are remembered, some 300 bytes each; one beyond is ordered twice."""
-
-
-def stop_at_state(request: Any, states: Iterable[int], computed: int) -> None:
-    """Make the engine end a step where a state is to be stored, after ``computed`` tokens.
-
-    vLLM does so by itself if its own prefix cache knows that another request shares the prefix (its
-    scheduler's "junction"), and, except with an odd size of its blocks, at the end of the prompt.
-    An engine without ``shared_prefix_boundary`` is not changed.
-    """
-    if getattr(request, "shared_prefix_boundary", computed + 1) <= computed:
-        further = [at for at in states if at > computed]
-        request.shared_prefix_boundary = min(further, default=0)
 
 
 @dataclass(slots=True, eq=False)
@@ -430,7 +385,6 @@ class SaveScheduler:
         saves: bool,
     ) -> None:
         """Add what is complete after a step's forward pass; without ``saves`` only comparisons."""
-        self._note_lack_of_drafts(states, step)
         self._note_spilled_adapters(states, step)
         for scheduled in step.requests:
             state = states.get(scheduled.request_id)
@@ -457,19 +411,6 @@ class SaveScheduler:
                 orders.witnesses += [order] if order else []
             if saves and found is not None and state.options.store:
                 self._save(orders, state, found, scheduled, step)
-
-    def _note_lack_of_drafts(self, states: Mapping[str, RequestState], step: ScheduledStep) -> None:
-        """Store nothing more of requests for which the engine did not run its draft.
-
-        Their blocks of the draft's layers contain another request's data.
-        """
-        limit = self.model.draft_tokens
-        if limit is None or all(one.computed + one.tokens <= limit for one in step.requests):
-            return
-        for scheduled in step.requests:
-            if (state := states.get(scheduled.request_id)) is not None:
-                state.outdated = True
-                self._origins.spoils(state.block_ids, 0)
 
     def _note_spilled_adapters(
         self, states: Mapping[str, RequestState], step: ScheduledStep
@@ -587,8 +528,6 @@ class SaveScheduler:
         reused, first = self._first_chunk(state, found, computed)
         # scheduled tokens after the last known one are guesses
         complete = min(computed + scheduled.tokens, request.num_tokens)
-        if found.states:
-            stop_at_state(request, found.states, complete)
         stop = min(complete // size, found.prompt_chunks)
         if self._replies is not None and complete // size > stop:
             stop = self._with_reply(request, found, complete, self._replies)
@@ -597,12 +536,10 @@ class SaveScheduler:
         if stop == first and not reused:
             return
         tables = self._tables(state, step)
-        guessed = scheduled.guesses > 0
-        progress = Step(range(first, stop), computed, complete, tables, reused, guessed=guessed)
-        every = self._config.window_every_tokens
+        progress = Step(range(first, stop), tables, reused)
         parts: list[tuple[int, Sequence[ChunkKey]]] = []
         for number in range(len(self.model.groups)):
-            wanted = to_save(self.model, number, found, progress, every)
+            wanted = to_save(self.model, number, found, progress)
             if wanted and (keys := self._copies.left(number, wanted, state, size)):
                 parts.append((number, keys))
         if not parts:

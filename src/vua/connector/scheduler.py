@@ -36,7 +36,7 @@ from vua.connector.opening import Opening, close_within
 from vua.connector.prefix_match import PrefixMatch
 from vua.connector.proved import written
 from vua.connector.request import OptionReader, RequestOptions
-from vua.connector.save_scheduler import RequestState, SaveScheduler, stop_at_state, to_load
+from vua.connector.save_scheduler import RequestState, SaveScheduler, to_load
 from vua.connector.witness import Witness
 from vua.format.identity import Identity
 from vua.store.namespace import Namespace
@@ -279,15 +279,10 @@ class SchedulerSide:
         loads = loads and not getattr(request, "skip_reading_prefix_cache", False)
         if state.outdated or not (loads or (self._may_save and state.options.store)):
             return 0, False
-        return self._matched(request, state, num_computed_tokens, loads=loads)
+        return self._matched(state, num_computed_tokens, loads=loads)
 
     def _matched(
-        self,
-        request: Any,
-        state: RequestState,
-        num_computed_tokens: int,
-        *,
-        loads: bool,
+        self, state: RequestState, num_computed_tokens: int, *, loads: bool
     ) -> tuple[int | None, bool]:
         states = self.states.values()
         self._patience.wait(state.lookup, lambda: any(one.admitted for one in states))
@@ -304,11 +299,7 @@ class SchedulerSide:
             self._patience.pause()
             return None, False
         loads = loads and not self._unsure
-        loads = loads and num_computed_tokens % self.model.whole_blocks == 0  # else it copies one
         self._account(state, state.lookup.outcome)
-        if found is not None and found.states:
-            start = found.tokens if loads else 0
-            stop_at_state(request, found.states, max(start, num_computed_tokens))
         # if it only stores: what to store is known now
         if not loads or found is None or found.tokens <= num_computed_tokens:
             return 0, False

@@ -35,7 +35,7 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any, Final
 
-from vua.connector.cache_spec import Group, Model
+from vua.connector.cache_spec import Model
 from vua.connector.config import ConnectorConfig
 from vua.connector.log import logger
 from vua.connector.metadata import ComparisonResult, Verdict, WitnessOrder
@@ -152,9 +152,8 @@ class Witness:
         """Requests that took part in the draw, which may ask again."""
         self._leave: str | None = None
         own = model.identity.epoch != config.epoch  # no other engine writes there
-        comparable = any(self._compares(group) for group in model.leading)
         asks = (self._every > 0 and not own) or not model.trusts_itself
-        self.on = model.identified and comparable and asks
+        self.on = model.identified and asks
         """Whether anything is compared."""
         self._told: set[str] = set()
         """Why prompts were computed, as far as was logged."""
@@ -164,14 +163,6 @@ class Witness:
         trusted = writer and self._model.trusts_itself
         self._own = written_name(writer).encode() if trusted else b""
         self.known.be_of(setup, self._own)
-
-    @staticmethod
-    def _compares(group: Group) -> bool:
-        """Whether two computations of a group's chunk can be told to agree: not so of mere bytes.
-
-        A draft's last row of a block may be of another continuation, see docs/decisions/0064.
-        """
-        return not (group.layout.drafts or group.page_nbytes)
 
     @property
     def watching(self) -> bool:
@@ -188,10 +179,6 @@ class Witness:
             found: the answer to its lookup; more than ``local_tokens`` of it could be loaded.
             local_tokens: the hit in the engine's own prefix cache.
         """
-        if not self.on and not self._model.trusts_itself:
-            why = "this vLLM is new, and this kind of cache cannot be compared"
-            self.tell_computed(found.tokens - local_tokens, request.request_id, why)
-            return 0
         if not self.on:
             return found.tokens
         if request.request_id in self._cases:
@@ -429,7 +416,7 @@ class Witness:
             number = self._model.groups.index(group)
             stored.append((number, run))
             held = [at for at in case.chunks if self._model.in_blocks(group, at, tables)]
-            if held and self._compares(group):
+            if held:
                 parts.append((number, [found.keys[chunk] for chunk in held]))
                 for chunk in held:
                     answers = case.expected.get(chunk * size, 0) + self._model.workers

@@ -14,17 +14,6 @@ of the engine's tensor, one letter each, in the order of its shape::
 
 Strides are the tensor's own, so one name covers every order and padding in memory. Nothing here
 moves a byte; `vua.device.copy` does.
-
-In CPU memory an engine's blocks can also be moved whole (:class:`WholePages`). So are states of
-Mamba-like layers.
-
-In vLLM's cache modes "align" and "all" a request's block table has one block per `block_size`
-tokens, as for attention, and a step that ends after token p leaves the state as of p in block
-(p - 1) // block_size; in mode "align" what came before it is overwritten or freed. A step that goes
-on after p computed tokens takes it from that same block. So a state can be stored after a step
-that ends with a block, and loaded into the block before the point where the computation continues.
-(vLLM 0.32:
-`mamba_utils.preprocess_mamba`, `MambaManager`, `Scheduler._mamba_block_aligned_split`.)
 """
 
 from __future__ import annotations
@@ -32,8 +21,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
-from typing import Any, Final, SupportsIndex, TypeAlias
+from typing import Final, SupportsIndex, TypeAlias
 
 import numpy as np
 import torch
@@ -299,157 +287,3 @@ def slots_of(
         raise InputError(f"block id {ids.min()} is negative: these tokens have no block")
     slots[inside] = ids * block_size + slot
     return torch.from_numpy(slots)
-
-
-class WholePages:
-    """Pages in CPU memory that are moved whole, as an engine has them, by a request's block table.
-
-    Of a chunk every page is moved, or only the last one, which holds a state: that is valid after
-    the chunk's last token, and in no other place. Threads may use one object at once on different
-    blocks.
-    """
-
-    def __init__(
-        self, caches: Sequence[Tensor], nbytes: int, block_size: int, *, last: bool
-    ) -> None:
-        """Find the pages of some caches.
-
-        Args:
-            caches: the engine's tensors in order, see :func:`page_bytes`.
-            nbytes: bytes of a page that count.
-            block_size: tokens of a block of the block table.
-            last: whether a chunk has its last page alone.
-
-        Raises LayoutError when these are no such pages.
-        """
-        self._nbytes, self._block_size, self.last = nbytes, block_size, last
-        self._pages = []
-        for cache in caches:
-            if cache.device.type != "cpu":
-                raise LayoutError(f"expected pages in CPU memory, found them on {cache.device}")
-            self._pages.append(page_bytes(cache, nbytes).numpy())
-
-    def gather(
-        self,
-        block_ids: Sequence[SupportsIndex],
-        token_start: int,
-        n_tokens: int,
-        k_out: Tensor,
-        v_out: Tensor | None,
-    ) -> None:
-        """Copy a chunk's pages out of the cache.
-
-        Args:
-            block_ids: the request's block table; its first block holds its first tokens.
-            token_start: the chunk's first token.
-            n_tokens: the tokens of a chunk.
-            k_out: ``[1, caches, n_tokens, k_dim]`` of uint8, contiguous per cache: the pages one
-                after the other, then zeros.
-            v_out: None.
-
-        Raises InputError: the chunk does not begin and end with blocks that the table has.
-        """
-        ids = self._blocks(block_ids, token_start, token_start + n_tokens)
-        used = len(ids) * self._nbytes
-        for pages, row in zip(self._pages, _rows(k_out, used), strict=True):
-            row[:used].reshape(len(ids), *pages.shape[1:])[...] = pages[ids]
-            row[used:] = 0
-
-    def scatter_chunks(
-        self,
-        block_ids: Sequence[SupportsIndex],
-        token_start: int,
-        n_tokens: int,
-        skip: int,
-        k_in: Tensor,
-        v_in: Tensor | None,
-    ) -> None:
-        """Copy pages of some chunks ``[chunks, 1, caches, tokens, k_dim]`` into the cache.
-
-        Those of ``n_tokens`` tokens from ``token_start`` on, which is in the first chunk the token
-        after ``skip`` tokens, as in :meth:`vua.device.cpu_pages.PagedKV.scatter_chunks`.
-        """
-        size, stop = k_in.shape[3], token_start + n_tokens
-        for number, chunk in enumerate(k_in):
-            begin = token_start - skip + number * size
-            low, high = max(begin, token_start), min(begin + size, stop)
-            ids = self._blocks(block_ids, low, high)
-            first = 0 if self.last else (low - begin) // self._block_size * self._nbytes
-            used = first + len(ids) * self._nbytes
-            for pages, row in zip(self._pages, _rows(chunk, used), strict=True):
-                pages[ids] = row[first:used].reshape(len(ids), *pages.shape[1:])
-
-    def _blocks(self, block_ids: Sequence[SupportsIndex], start: int, stop: int) -> list[int]:
-        size = self._block_size
-        first, rest = (stop - size, stop % size) if self.last else (start, start % size)
-        columns = range(first // size, -(-stop // size))
-        if rest or stop % size or first < 0 or columns.stop > len(block_ids):
-            raise InputError(
-                f"pages of tokens {start}..{stop}: expected multiples of {size} and a table as "
-                f"long, found {len(block_ids)} blocks"
-            )
-        ids = [int(block_ids[column]) for column in columns]
-        if any(not 0 < block < len(self._pages[0]) for block in ids):
-            msg = f"blocks {ids} are not among the {len(self._pages[0])} that are in use"
-            raise InputError(msg)
-        return ids
-
-
-def page_bytes(cache: Tensor, nbytes: int) -> Tensor:
-    """Return the bytes of an engine's pages, ``[blocks, ..., bytes]`` of uint8; shares its memory.
-
-    ``cache`` is ``[blocks, ...]`` with any strides. Several blocks of it make one page where a
-    kernel has smaller blocks than the block table; where a block is longer than ``nbytes``, its
-    first ones count.
-
-    Raises LayoutError: its blocks have not so many bytes, or overlap.
-
-    >>> page_bytes(torch.zeros(6, 2, 8, 4, dtype=torch.int16), 256).shape
-    torch.Size([3, 256])
-    """
-    item, shape, stride = cache.element_size(), list(cache.shape), list(cache.stride())
-    inner = [(n, step * item) for n, step in zip(shape[1:], stride[1:], strict=True) if n > 1]
-    held = math.prod(shape[1:]) * item
-    blocks, step = (shape[0], stride[0] * item) if shape else (0, 0)
-    pieces = nbytes // held if 0 < held < nbytes else 1
-    dense = _joined([*sorted(inner, key=lambda axis: -axis[1]), (item, 1)])
-    cut = held > nbytes and len(dense) == 1 and cache[0].is_contiguous()
-    if cut:
-        dense = [(nbytes, 1)]
-    fits = (cut or held * pieces == nbytes) and blocks and blocks % pieces == 0
-    of_page = _joined([(pieces, step), *dense]) if pieces > 1 else dense
-    axes = [(blocks // pieces, step * pieces), *of_page]
-    overlap = any(a[1] < b[0] * b[1] for a, b in pairwise(sorted(axes, key=lambda one: -one[1])))
-    overlap |= any(n > 1 and not step for n, step in axes)
-    if not fits or overlap:
-        raise LayoutError(
-            f"expected blocks that make pages of {nbytes} bytes, found {tuple(cache.shape)} "
-            f"{cache.dtype} with strides {cache.stride()}"
-        )
-    flat = torch.empty(0, dtype=torch.uint8, device=cache.device)
-    offset = int(cache.storage_offset()) * item
-    return flat.set_(
-        cache.untyped_storage(), offset, [n for n, _ in axes], [one for _, one in axes]
-    )
-
-
-def _joined(axes: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
-    found: list[tuple[int, int]] = []
-    for size, step in axes:
-        if found and found[-1][1] == size * step:
-            size *= found.pop()[0]  # noqa: PLW2901 - the axis that both make
-        found.append((size, step))
-    return found
-
-
-def _rows(chunk: Tensor, nbytes: int) -> list[np.ndarray[Any, Any]]:
-    """Each cache's pages in a chunk's array ``[1, caches, tokens, k_dim]``, as one flat row."""
-    data = chunk.numpy()
-    if data.dtype != np.uint8 or data.ndim != 4 or len(data) != 1 or data[0, 0].size < nbytes:
-        msg = f"expected a chunk with {nbytes} bytes of pages, found {data.shape} {data.dtype}"
-        raise LayoutError(msg)
-    return [cache.reshape(-1) if cache.flags.c_contiguous else _refuse(cache) for cache in data[0]]
-
-
-def _refuse(cache: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-    raise LayoutError(f"expected pages without gaps, found strides {cache.strides}")

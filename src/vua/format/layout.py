@@ -82,7 +82,7 @@ class KVLayout:
     prefix (and for models with one kind of layer), ``w1024`` for a sliding window of 1024 tokens,
     ``s4096`` for layers with a state of 4096 bytes, ``d1`` for a draft model's layers, which also
     attend to the whole prefix, ``p132`` and ``p132w512`` for an engine's own pages, without and
-    with a window (see :func:`pages_layout`)."""
+    with a window."""
 
     def __post_init__(self) -> None:
         for name in ("layers", "kv_heads", "k_dim", "chunk_tokens"):
@@ -128,7 +128,7 @@ class KVLayout:
 
     @property
     def keeps_pages(self) -> bool:
-        """Whether these are pages as an engine lays them out, see :func:`pages_layout`."""
+        """Whether these are pages as an engine lays them out."""
         return self.group.startswith("p")
 
     @property
@@ -293,76 +293,4 @@ def payload_map(
         segment_offset=tuple(places for _ in bases),
         segment_tokens=layout.chunk_tokens,
         owner=owner,
-    )
-
-
-def state_layout(*, layers: int, parts: int, nbytes: int, chunk_tokens: int) -> KVLayout:
-    """Return the layout of layers that keep a state.
-
-    >>> state_layout(layers=3, parts=2, nbytes=100, chunk_tokens=64).k_dim
-    2
-
-    Args:
-        layers: how many there are.
-        parts: parts of a model's state, one per TP rank; they take the place of KV heads.
-        nbytes: bytes of one part of one layer's state.
-        chunk_tokens: tokens per chunk.
-
-    Raises LayoutError: no state has so many bytes.
-    """
-    return KVLayout(
-        layers=layers,
-        kv_heads=parts,
-        k_dim=-(-nbytes // chunk_tokens),
-        v_dim=0,
-        dtype="U8",
-        chunk_tokens=chunk_tokens,
-        group=f"s{nbytes}",
-    )
-
-
-def state_nbytes(layout: KVLayout) -> int | None:
-    """Return the bytes of one part of one layer's state; None for a group that keeps K and V.
-
-    Raises LayoutError: the layout claims to be a state's, and cannot be.
-    """
-    if not layout.keeps_state:
-        return None
-    nbytes = int(layout.group[1:])
-    expected = state_layout(
-        layers=layout.layers,
-        parts=layout.kv_heads,
-        nbytes=nbytes,
-        chunk_tokens=layout.chunk_tokens,
-    )
-    if layout != expected:
-        raise LayoutError(f"a state of {nbytes} bytes has the layout {expected}, found {layout}")
-    return nbytes
-
-
-def pages_layout(
-    *, caches: int, parts: int, row_nbytes: int, chunk_tokens: int, window: int | None = None
-) -> KVLayout:
-    """Return the layout of caches whose pages are stored as an engine lays them out.
-
-    A chunk holds whole pages, one after the other, and then zeros.
-
-    >>> pages_layout(caches=3, parts=2, row_nbytes=132, chunk_tokens=64, window=512).group
-    'p132w512'
-
-    Args:
-        caches: how many there are; they take the place of layers.
-        parts: how many ranks have a part of their own; they take the place of KV heads.
-        row_nbytes: bytes of a page for each of its tokens, rounded up.
-        chunk_tokens: tokens per chunk.
-        window: tokens that are attended to; None: the whole prefix.
-    """
-    return KVLayout(
-        layers=caches,
-        kv_heads=parts,
-        k_dim=row_nbytes,
-        v_dim=0,
-        dtype="U8",
-        chunk_tokens=chunk_tokens,
-        group=f"p{row_nbytes}" + (f"w{window}" if window else ""),
     )

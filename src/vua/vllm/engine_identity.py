@@ -25,7 +25,7 @@ from typing import Any, Final
 
 import torch
 
-from vua.connector.cache_spec import EngineIdentity, Group, local_directory
+from vua.connector.cache_spec import EngineIdentity, local_directory
 from vua.connector.refusals import refused
 from vua.connector.setup import devices, package_version, setting_form
 from vua.errors import ConfigError
@@ -284,12 +284,13 @@ def _of_longest(model: Any, config: Mapping[str, Any]) -> dict[str, object]:
 def pages_identity(
     vllm_config: Any,
     kv_cache_config: Any,
-    groups: Sequence[Group],
+    tables: Sequence[Sequence[str]],
     specs: Mapping[str, Any],
 ) -> dict[str, object]:
     """Return what the bytes of an engine's own pages depend on: all that may change their form.
 
-    ``specs``: vLLM's description of each cache, by name. More than is needed, on purpose: a page is
+    ``tables``: the names of the caches in each of vLLM's groups; ``specs``: its description of
+    each. More than is needed, on purpose: a page is
     understood by no one but an engine that is the same in all of this.
     """
     cache, parallel = vllm_config.cache_config, vllm_config.parallel_config
@@ -305,11 +306,8 @@ def pages_identity(
             for name in ("attention_config", "kernel_config")
         ],
         "groups": [
-            [
-                *(group.layout.group, group.page_nbytes),
-                [[name, plain(specs[name]), type(specs[name]).__name__] for name in group.names],
-            ]
-            for group in groups
+            [str(at), 0, [[each, plain(specs[each]), type(specs[each]).__name__] for each in names]]
+            for at, names in enumerate(tables)
         ],
     }
 

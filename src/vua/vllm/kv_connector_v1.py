@@ -171,7 +171,6 @@ class VUAPromMetrics(KVConnectorPromMetrics):
 def step_of(output: Any) -> ScheduledStep:
     """Return what a step computes, from vLLM's ``SchedulerOutput``."""
     tokens, cached = output.num_scheduled_tokens, output.scheduled_cached_reqs
-    guesses = output.scheduled_spec_decode_tokens
     requests = [
         ScheduledRequest(
             new.req_id, new.num_computed_tokens, tokens[new.req_id], new.block_ids, begins=True
@@ -185,7 +184,6 @@ def step_of(output: Any) -> ScheduledStep:
             tokens[name],
             cached.new_block_ids[at] or (),
             begins=name in cached.resumed_req_ids,
-            guesses=len(guesses.get(name, ())),
         )
         for at, name in enumerate(cached.req_ids)
     ]

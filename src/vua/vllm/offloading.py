@@ -11,12 +11,11 @@ from __future__ import annotations
 import math
 import platform
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import takewhile
-from types import SimpleNamespace
 from typing import Any, Final
 
 import vllm
@@ -24,29 +23,33 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import OffloadingWorkerMetadata
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.config import build_offloading_config
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import OffloadingConnector
+from vllm.platforms import current_platform
+from vllm.v1.kv_cache_interface import MambaSpec
 from vllm.v1.kv_offload.base import LookupResult, ReqContext
 
 from vua.connector.adapters import AdapterBook, AdapterNote, together
 from vua.connector.cache_spec import UncachedError
 from vua.connector.log import WarnOnce, logger
 from vua.connector.media import Media
-from vua.connector.prefix_match import state_ends
+from vua.connector.prefix_match import branches
 from vua.connector.refusals import refused
-from vua.connector.save_scheduler import stop_at_state
 from vua.connector.setup import code_of, joined
 from vua.errors import ConfigError, VUAError
 from vua.vllm.cache_spec import _name, _specs_of, is_causal, known_kind, stored_as
+from vua.vllm.cpu_copies import lend
 from vua.vllm.engine_identity import engine_identity, find_weights, pages_identity
 from vua.vllm.engine_worker import memory_of
 from vua.vllm.kv_connector_v1 import RunningCode
 from vua.vllm.rows import ENGINES, Engine, Terms
 from vua.vllm.setup import ENGINE, setup_of
-from vua.vllm.support import DRAFTS, WITHOUT_LAYERS, adapters_spill, check_starts, is_tested
+from vua.vllm.support import adapters_spill, check_drafts, check_starts, is_tested
 
 log = logger("tier")
 
 _PATIENCE_S: Final = 30.0
 """How long a request waits for what the workers say of its adapter."""
+_FIRST_STATE: Final = 512
+"""Tokens before the first state that is stored within a prompt: the engine ends a step for it."""
 
 
 @dataclass
@@ -85,6 +88,8 @@ class VUAOffloadingConnector(OffloadingConnector):
                 "VUAOffloadingConnector needs vLLM 0.32 or later; use VUAStorageConnector_V1"
             )
         check_starts(vllm_config)
+        if current_platform.is_cpu():
+            lend()
         self._warn_once = WarnOnce(log)
         self._terms: dict[str, tuple[Any, Terms]] = {}
         """Keys of the requests that have not ended."""
@@ -128,7 +133,7 @@ class VUAOffloadingConnector(OffloadingConnector):
         specs = {name: spec for one in tables for name, spec in _specs_of(one).items()}
         self._is_causal = all(map(is_causal, specs.values()))
         try:
-            _check(vllm_config)
+            _check(vllm_config, specs.values())
             if not self._is_causal:
                 raise refused("no_prefix", "prefix-LM")
             dtypes = [spec.dtype for spec in specs.values() if hasattr(spec, "dtype")]
@@ -141,13 +146,9 @@ class VUAOffloadingConnector(OffloadingConnector):
         self._adapter_settings = known.adapters
         rows = build_offloading_config(vllm_config, cache)
         ranks, names = rows.parallel, [one.layer_names for one in tables]
-        groups: Any = [
-            SimpleNamespace(layout=SimpleNamespace(group=str(at)), page_nbytes=0, names=of_one)
-            for at, of_one in enumerate(names)
-        ]
         return {
             **known.config,
-            "vua.pages": pages_identity(vllm_config, cache, groups, specs),
+            "vua.pages": pages_identity(vllm_config, cache, names, specs),
             "vua.rows": [
                 [[one.group_id, one.tokens_per_block] for one in rows.groups],
                 [rows.cache.blocks_per_chunk, rows.cache.tokens_per_hash],
@@ -338,6 +339,24 @@ class VUAOffloadingConnector(OffloadingConnector):
         return Notes(meta.completed_jobs, meta.transfer_stats, changed, adapters, unsure, unknown)
 
 
+def state_ends(tokens: int, align: int) -> list[int]:
+    """Return where within a prompt states are stored that later ones may need: at each doubling."""
+    first = -(-_FIRST_STATE // align) * align
+    return [at * first for at in branches(-(-tokens // first), 1, tokens)]
+
+
+def stop_at_state(request: Any, states: Iterable[int], computed: int) -> None:
+    """Make the engine end a step where a state is to be stored, after ``computed`` tokens.
+
+    vLLM does so by itself if its own prefix cache knows that another request shares the prefix (its
+    scheduler's "junction"), and, except with an odd size of its blocks, at the end of the prompt.
+    An engine without ``shared_prefix_boundary`` is not changed.
+    """
+    if getattr(request, "shared_prefix_boundary", computed + 1) <= computed:
+        further = [at for at in states if at > computed]
+        request.shared_prefix_boundary = min(further, default=0)
+
+
 def _hash_of(vllm_config: Any) -> str:
     return str(vllm_config.cache_config.prefix_caching_hash_algo)
 
@@ -352,10 +371,11 @@ def _elements(vllm_config: Any, cache: Any) -> dict[int, str]:
     return found
 
 
-def _check(vllm_config: Any) -> None:
+def _check(vllm_config: Any, specs: Iterable[Any]) -> None:
     """Raise UncachedError for an engine whose pages depend on more than is counted."""
-    speculative = vllm_config.speculative_config
     if not _hash_of(vllm_config).startswith("sha256"):
         raise UncachedError("other hashes can collide: --prefix-caching-hash-algo sha256")
-    if speculative is not None and speculative.method not in (*DRAFTS, *WITHOUT_LAYERS):
-        raise refused("draft_method", f"speculative decoding by {speculative.method!r}")
+    check_drafts(vllm_config)
+    for spec in specs:
+        if isinstance(spec, MambaSpec) and spec.mamba_cache_mode not in ("align", "all"):
+            raise refused("states_unaligned", spec.mamba_cache_mode)

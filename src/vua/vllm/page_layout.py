@@ -17,9 +17,9 @@ from torch import Tensor
 
 from vua.connector.cache_spec import Group, UncachedError
 from vua.device.cpu_pages import PagedKV, PageForm, fused_form, latent_form
-from vua.device.paged import WORDS, PagedCache, WholePages
+from vua.device.paged import WORDS, PagedCache
 from vua.errors import LayoutError
-from vua.format.layout import Shard, state_nbytes
+from vua.format.layout import Shard
 
 _PROBED: Final = {torch.bfloat16: 0x0400, torch.float16: 0x0400, torch.float32: 0x0080_0000}
 """The first of the `_RADIX` bit patterns that probe a type: all of them finite and normal."""
@@ -29,15 +29,12 @@ _Writer: TypeAlias = Callable[[Tensor, Tensor, Tensor, Tensor], None]
 """Writes rows k and v, ``[tokens, heads, dim]``, into slots of a cache: (cache, slots, k, v)."""
 
 
-def host_pages(group: Group, caches: Sequence[Tensor], block_size: int) -> PagedKV | WholePages:
+def host_pages(group: Group, caches: Sequence[Tensor], block_size: int) -> PagedKV:
     """Return the blocks of some layers of a group in CPU memory; see `group_transfer.PageLayouts`.
 
     Raises LayoutError, UncachedError.
     """
-    layout = group.layout
-    nbytes, slots = group.page_nbytes or state_nbytes(layout), caches[0].shape[-2]
-    if nbytes:
-        return WholePages(caches, nbytes, block_size, last=layout.keeps_state)
+    layout, slots = group.layout, caches[0].shape[-2]
     if not layout.v_dim:
         form = latent_form(slots, layout.k_dim)
     elif layout.k_dim != layout.v_dim:

@@ -4,8 +4,7 @@
 VUA's own connector and the tier below vLLM's offloading (`vua.vllm.tier`).
 The connector is written for the newest version; what an older one lacks is handled here.
 docs/vllm.md says which versions were run. Why something is not stored, and what
-to do: `vua.connector.refusals`. On CPUs an unknown form of cache is not a reason: its pages are
-stored as they are.
+to do: `vua.connector.refusals`.
 """
 
 from __future__ import annotations
@@ -169,7 +168,7 @@ def door_of(vllm_config: Any) -> tuple[str, str]:
 
 
 def why_tier(vllm_config: Any, *, alone: bool = False) -> str:
-    """Return what the connector refuses on GPUs, or was not measured with; empty if nothing.
+    """Return what the connector refuses, or was not measured with; empty if nothing.
 
     ``alone``: only what it refuses.
     """
@@ -215,8 +214,11 @@ def no_tier(vllm_config: Any) -> str:
     )
     places, few = hasattr(ReqContext, "get_offload_key_position"), nbytes < _LEAST_NBYTES
     for holds, why in (
-        (current_platform.is_cpu(), "vLLM's offloading does not run on CPUs"),
         (not places, "a tier needs vLLM 0.32 or newer"),
+        (
+            current_platform.is_cpu() and not is_tested(),
+            f"a tier on CPUs needs vLLM {NEWEST} or older",
+        ),
         (getattr(vllm_config.parallel_config, "nnodes", 1) > 1, "a tier has one node"),
         (few and _offloading_size(vllm_config) is None, little),
     ):
@@ -342,7 +344,7 @@ def check_engine(vllm_config: Any) -> None:
 
     model = vllm_config.model_config
     runner = getattr(model, "runner_type", "generate")
-    if not current_platform.is_cpu() and (why := why_tier(vllm_config, alone=True)):
+    if why := why_tier(vllm_config, alone=True):
         raise refused("tier_alone", why)
     computed = str(getattr(model, "dtype", "")).removeprefix("torch.")
     kept = getattr(vllm_config.cache_config, "cache_dtype", "auto")
@@ -374,21 +376,8 @@ def adapters_spill(vllm_config: Any) -> bool:
 def check_drafts(vllm_config: Any) -> None:
     """Refuse speculative decoding whose own layers are not known well enough to be stored."""
     speculative = vllm_config.speculative_config
-    if speculative is None or speculative.method in WITHOUT_LAYERS:
-        return
-    named, parallel = f"speculative decoding by {speculative.method!r}", vllm_config.parallel_config
-    if speculative.method not in DRAFTS:
-        raise refused("draft_method", named)
-    check_groups(named)
-    own = speculative.draft_parallel_config.tensor_parallel_size
-    steps = getattr(speculative, "num_speculative_tokens_per_batch_size", None)
-    for holds, setting in (
-        (parallel.pipeline_parallel_size > 1, "--pipeline-parallel-size"),
-        (own != parallel.tensor_parallel_size, "draft_tensor_parallel_size"),
-        (steps, "num_speculative_tokens_per_batch_size"),
-    ):
-        if holds:
-            raise refused("draft_setting", named, setting)
+    if speculative is not None and speculative.method not in (*DRAFTS, *WITHOUT_LAYERS):
+        raise refused("draft_method", f"speculative decoding by {speculative.method!r}")
 
 
 def check_latent(vllm_config: Any, config: ConnectorConfig) -> None:

@@ -15,7 +15,7 @@ from vua.catalog.prefix import group_state, loadable
 from vua.device.buffers import StagingBuffer
 from vua.format.identity import Identity
 from vua.format.keys import KeyChain, token_ids
-from vua.format.layout import KVLayout, state_layout
+from vua.format.layout import KVLayout
 from vua.store.namespace import Namespace
 
 pytestmark = pytest.mark.vllm
@@ -91,14 +91,13 @@ class PrefixTest(DirectoryTest):
     def test_everybody_agrees(self) -> None:
         """`vua explain` and a rank of SGLang say what the engine's lookup says.
 
-        With windows that are no whole blocks, with windows of several blocks, and with states.
+        With windows that are no whole blocks, and with windows of several blocks.
         """
         from vua.connector.prefix_match import find, longest
 
         size, chunks = 32, 12
         full = KVLayout(1, 1, 4, 4, "U8", size)
         others = [KVLayout(1, 1, 4, 4, "U8", size, f"w{window}") for window in (40, 48, 64, 192)]
-        others.append(state_layout(layers=1, parts=1, nbytes=4 * size, chunk_tokens=size))
         rng = np.random.default_rng(7)
         for other, block in itertools.product(others, (16, 32, 48, 128)):
             tokens = chunks * size + int(rng.integers(0, size))

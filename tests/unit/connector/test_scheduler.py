@@ -55,7 +55,6 @@ class SchedulerTest(unittest.TestCase):
         loads: bool = True,
         layout: KVLayout = LAYOUT,
         block: int = 16,
-        draft_tokens: int | None = None,
         workers: int = 1,
         **settings: Any,
     ) -> Any:
@@ -72,7 +71,7 @@ class SchedulerTest(unittest.TestCase):
 
         group = Group(layout, (0,), ((layout.full,) * workers,), (0,))
         identity = Identity(model="m", chunk_tokens=16)
-        model = Model(identity, (group,), (block,), draft_tokens=draft_tokens)
+        model = Model(identity, (group,), (block,))
         folder = tempfile.TemporaryDirectory(ignore_cleanup_errors=True)
         self.addCleanup(folder.cleanup)
         self.root = Path(folder.name)
@@ -292,24 +291,6 @@ class SchedulerTest(unittest.TestCase):
         self.assertEqual([], self.published.take())
         side.learn(WorkerOutput(unsaved={"a": 48}, ended={number: 1}))
         self.assertEqual([[0], [16], [32]], [one.block_hashes for one in self.published.take()])
-
-    def test_steps_without_the_draft(self) -> None:
-        """Where a request is too long for the draft nothing of its step is stored, or atop of it.
-
-        Negative control: one token less, and all of it is.
-        """
-        for limit, first, later in ((63, [], []), (64, ["a", "b"], ["c"])):
-            side, found = self.side(draft_tokens=limit), []
-            for name in ("a", "b"):
-                answer(side, request_of(name, prompt_token_ids=[ord(name)] * 64))
-            answer(side, request_of("c", num_tokens=48, prompt_token_ids=[ord("c")] * 64))
-            side.states["c"].local_tokens = 16
-            begins = ScheduledRequest("c", 16, 32, [[1, 5, 6]], begins=True)
-            for now in (step({"a": 0, "b": 0}), ScheduledStep([begins], lambda _: [[1, 5, 6]])):
-                orders = ConnectorMetadata()
-                side.add_saves(orders, now)
-                found.append([save.request_id for save in orders.saves])
-            self.assertEqual([first, later], found)
 
     def test_tenants(self) -> None:
         """A salt with a key finds and stores what is its own; one without a key is not cached."""

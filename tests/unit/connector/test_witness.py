@@ -125,13 +125,12 @@ class EngineTest(unittest.TestCase):
         model_epoch: str = "",
         writer: str = "own",
         trusts_itself: bool = True,
-        page_nbytes: int = 0,
         seed: int = 0,
         **settings: Any,
     ) -> Witness:
         """A new engine's."""
         shards = ((LAYOUT.full,) * workers,)
-        group = Group(LAYOUT, (0,), shards, (0,), page_nbytes=page_nbytes)
+        group = Group(LAYOUT, (0,), shards, (0,))
         model = Model(IDENTITY, (group,), (SIZE,), trusts_itself=trusts_itself)
         model = model.in_epoch(model_epoch)
         config = ConnectorConfig(shared_storage_path=str(self.root), **settings)
@@ -358,10 +357,6 @@ class WitnessTest(EngineTest):
                 witness = self.witness(setup=f"{every} {epoch} {tokens}", **new)
                 self.assertEqual(0, self.ask(witness, "a", found, *bad))
                 self.assertEqual(tokens, witness.limit(request_of("b"), found, 0))
-        for trusted, tokens in ((True, 64), (False, 0)):  # mere bytes cannot be compared
-            witness = self.witness(trusts_itself=trusted, page_nbytes=64)
-            for name in "ab":
-                self.assertEqual(tokens, self.ask(witness, name, found))
 
     def test_restart(self) -> None:
         """An engine of the same setup is not asked again; one of another setup is."""

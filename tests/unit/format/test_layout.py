@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from layouts import DEEP, SMALL, cells, shards
 from properties import given
 from vua.errors import LayoutError
-from vua.format.layout import ITEMSIZE, KVLayout, Shard, cover, pages_layout
+from vua.format.layout import ITEMSIZE, KVLayout, Shard, cover
 from vua.serdes import DTYPES
 
 
@@ -111,7 +111,7 @@ class TestGroups(unittest.TestCase):
 
     def test_pages(self) -> None:
         """An engine's own pages: bytes alone, of as many as the name says; a window may follow."""
-        pages = pages_layout(caches=3, parts=2, row_nbytes=132, chunk_tokens=64, window=512)
+        pages = KVLayout(3, 2, 132, 0, "U8", 64, "p132w512")
         self.assertEqual(("p132w512", 512), (pages.group, pages.window))
         self.assertEqual(pages, KVLayout.from_description(pages.describe()))
         self.assertEqual(pages.full, Shard.parse("p132w512.l0-3.h0-2"))

@@ -126,6 +126,8 @@ class DoorsTest(unittest.TestCase):
         for why, change in self.odd().items():
             with self.subTest(why):
                 self.assertEqual(("tier", why), self.door(change))
+                if "is new" not in why:
+                    self.assertEqual(("tier", why), self.door(self.odd()[why], platform="cpu"))
                 older = mock.patch("vua.vllm.support.ReqContext", object)
                 cannot = f"{why}, but a tier needs vLLM 0.32 or newer"
                 self.assertEqual(("connector", cannot), self.door(self.odd()[why], older))
@@ -142,12 +144,9 @@ class DoorsTest(unittest.TestCase):
 
     def test_no_tier(self) -> None:
         """Where vLLM's offloading cannot be, the connector takes all, and it is said."""
-        for why, change in self.odd().items():
-            with self.subTest(why):
-                found = self.door(change, platform="cpu")
-                self.assertEqual(
-                    ("connector", f"{why}, but vLLM's offloading does not run on CPUs"), found
-                )
+        new = self.odd()["vLLM 9.1.0 is new"]
+        said = "vLLM 9.1.0 is new, but a tier on CPUs needs vLLM 0.33 or older"
+        self.assertEqual(("connector", said), self.door(new, platform="cpu"))
         sleep = self.odd()["sleep mode"]
         door, why = self.door(sleep, memory(free=64 << 20))
         self.assertEqual("connector", door)
@@ -164,10 +163,8 @@ class DoorsTest(unittest.TestCase):
         self.assertEqual("tier", self.door(VUA_DOOR="tier")[0])
         offloads = {"kv_offloading_size": 4.0}
         for platform, door, values, words in (
-            ("cpu", "tier", {}, "VUA_DOOR is tier, but vLLM's offloading does not run on CPUs"),
             ("cuda", "window", {}, "must be one of connector, tier, beside, found 'window'"),
             ("cuda", "connector", offloads, "leave out --kv-offloading-size"),
-            ("cpu", "", offloads, "leave out --kv-offloading-size"),
         ):
             with self.subTest(door), self.assertRaisesRegex(ConfigError, words):
                 changes = self.given("cache_config", **values) if values else ExitStack()
