@@ -26,7 +26,6 @@ from vua.connector.media import Media
 from vua.connector.prefix_match import PrefixMatch, find
 from vua.connector.proved import KnownWriters, kind_of
 from vua.connector.refusals import refused
-from vua.connector.replies import Replies
 from vua.connector.request import RequestOptions, SaveHints
 from vua.errors import VUAError
 from vua.format.keys import KeyChain, token_ids
@@ -182,8 +181,6 @@ class Lookups:
         """
         pairs = zip(namespace.stores, model.groups, strict=True)
         self._known = known
-        self.replies = Replies() if config.save_generated else None
-        """Decides about generated chunks; None: none are stored."""
         self._writers = [Writers(store, group.written) for store, group in pairs if known]
         self._model, self._namespace, self._config = model, namespace, config
         self._clock, self._count = clock, count
@@ -280,8 +277,6 @@ class Lookups:
             log.exception("request %s is not cached", request.request_id)
             return None
         self._name_writers(lookup, found)
-        if self.replies is not None and not request.num_output_tokens:
-            self.replies.asked(keys.run(0, len(keys)).prefix_hashes)
         self._namespace.stores[0].used(keys, found.stored)  # as are all groups' files
         if self._events is not None:
             self._events.announce_found(request, keys, found.stored)

@@ -150,7 +150,7 @@ class SchedulerSide:
             count=self._count_hint,
             clock=self._clock,
         )
-        self._saves.use(model, self.witness, self.lookups.replies)
+        self._saves.use(model, self.witness)
         self._open = True
 
     def _count_hint(self, outcome: str) -> None:
