@@ -151,7 +151,8 @@ def check_by_tier(kind: Kind, engine: dict[str, Any], root: Path) -> None:
 
 def check_refused(kind: Kind, engine: dict[str, Any], root: Path) -> None:
     """On a CPU vLLM does not run it, or VUA stores nothing: either says why."""
-    transfer = tier_at(root) if kind.why_tier else {}
+    by_name = {"kv_connector": "VUA", "kv_connector_module_path": None}
+    transfer = by_name if kind.why_tier else {}
     bare, served = run(Phase([WHOLE], engine), Phase([WHOLE], engine, root, transfer=transfer))
 
     assert kind.cannot in (served.problem or served.log)

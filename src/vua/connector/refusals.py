@@ -13,7 +13,9 @@ from vua.connector.cache_spec import UncachedError
 
 _REQUEST: Final = "request"
 _WITHOUT: Final = "start it without --kv-transfer-config or VUA_PATH"
-_TIER: Final = "set VUA_DOOR=tier, which needs vLLM 0.32 or newer"
+_TIER: Final = (
+    "set VUA_DOOR=tier, which needs vLLM 0.32 or newer, and for states --enable-prefix-caching"
+)
 
 
 class Refusal(NamedTuple):
@@ -65,11 +67,6 @@ REFUSALS: Final[Mapping[str, Refusal]] = {
         '"allow": ["inexact_continuation"] loads correct bytes anyway',
     ),
     "on_host": Refusal("a KV cache that vLLM moves to the host's memory (HiSparse)", _WITHOUT),
-    "states_unaligned": Refusal(
-        'a state-space model in cache mode "{}": states are stored where vLLM keeps them at the '
-        "ends of blocks",
-        "start it with --enable-prefix-caching",
-    ),
     "no_prefix": Refusal("a {} KV cache of which vLLM itself caches no prefix", _WITHOUT),
     "pipeline": Refusal(
         "several kinds of KV cache, or layers that share caches, together with pipeline "

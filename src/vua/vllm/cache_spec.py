@@ -134,8 +134,8 @@ def _groups_of(
         for number, table in enumerate(tables)
         for name, spec in _specs_of(table).items()
     ]
-    for one in caches:
-        check_prefix(one.spec, tables[one.table])
+    for table in tables:
+        check_place(table)
     if len(tables) > 1 or any(isinstance(one.spec, SlidingWindowSpec) for one in caches):
         check_groups("a model with windows or several KV cache groups")
     if any(isinstance(one.spec, MLAAttentionSpec) for one in caches):
@@ -168,8 +168,10 @@ def _divided(vllm_config: Any, caches: Sequence[_Cache]) -> dict[str, list[_Cach
     sizes, dtypes = dict[str, object](), set[str | None]()
     for one in caches:
         spec, name = one.spec, type(one.spec).__name__
+        if not is_causal(spec):
+            raise refused("no_prefix", name)
         kind = known_kind(spec, vllm_config)
-        if kind is None:
+        if kind is None or not getattr(spec, "prefix_cacheable", True):
             raise refused("tier_alone", f"a {name}")
         alike = known.setdefault(kind, [])
         size = (_heads_of(spec, vllm_config), spec.head_size, spec.head_size_v)
@@ -183,17 +185,10 @@ def _divided(vllm_config: Any, caches: Sequence[_Cache]) -> dict[str, list[_Cach
     return known
 
 
-def check_prefix(spec: Any, table: Any) -> None:
-    """Raise UncachedError for a cache of which vLLM continues no prefix.
-
-    Args:
-        spec: vLLM's description of the cache.
-        table: the cache group that it lies in.
-    """
+def check_place(table: Any) -> None:
+    """Raise UncachedError for a cache group that no connector reaches."""
     if getattr(table, "host_resident", False) or not getattr(table, "enable_kv_transfer", True):
         raise refused("on_host")
-    if not (getattr(spec, "prefix_cacheable", True) and is_causal(spec)):
-        raise refused("no_prefix", type(spec).__name__)
 
 
 def is_causal(spec: Any) -> bool:

@@ -24,7 +24,6 @@ from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import Offlo
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.config import build_offloading_config
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import OffloadingConnector
 from vllm.platforms import current_platform
-from vllm.v1.kv_cache_interface import MambaSpec
 from vllm.v1.kv_offload.base import LookupResult, ReqContext
 
 from vua.connector.adapters import AdapterBook, AdapterNote, together
@@ -133,7 +132,7 @@ class VUAOffloadingConnector(OffloadingConnector):
         specs = {name: spec for one in tables for name, spec in _specs_of(one).items()}
         self._is_causal = all(map(is_causal, specs.values()))
         try:
-            _check(vllm_config, specs.values())
+            _check(vllm_config)
             if not self._is_causal:
                 raise refused("no_prefix", "prefix-LM")
             dtypes = [spec.dtype for spec in specs.values() if hasattr(spec, "dtype")]
@@ -371,11 +370,8 @@ def _elements(vllm_config: Any, cache: Any) -> dict[int, str]:
     return found
 
 
-def _check(vllm_config: Any, specs: Iterable[Any]) -> None:
+def _check(vllm_config: Any) -> None:
     """Raise UncachedError for an engine whose pages depend on more than is counted."""
     if not _hash_of(vllm_config).startswith("sha256"):
         raise UncachedError("other hashes can collide: --prefix-caching-hash-algo sha256")
     check_drafts(vllm_config)
-    for spec in specs:
-        if isinstance(spec, MambaSpec) and spec.mamba_cache_mode not in ("align", "all"):
-            raise refused("states_unaligned", spec.mamba_cache_mode)

@@ -208,7 +208,9 @@ def no_tier(vllm_config: Any) -> str:
     """Return why vLLM's offloading cannot be used; empty if it can."""
     from vllm.platforms import current_platform
 
-    nbytes = _host_nbytes(vllm_config)
+    nbytes, model = _host_nbytes(vllm_config), vllm_config.model_config
+    stateful = model.is_hybrid or model.has_inner_state
+    kept = vllm_config.cache_config.enable_prefix_caching  # else vLLM does not start with a tier
     little = (
         f"{nbytes >> 20} MiB of /dev/shm are too little for a tier: free more (docker: --ipc=host)"
     )
@@ -220,6 +222,7 @@ def no_tier(vllm_config: Any) -> str:
             f"a tier on CPUs needs vLLM {NEWEST} or older",
         ),
         (getattr(vllm_config.parallel_config, "nnodes", 1) > 1, "a tier has one node"),
+        (stateful and not kept, "a tier for states needs --enable-prefix-caching"),
         (few and _offloading_size(vllm_config) is None, little),
     ):
         if holds:

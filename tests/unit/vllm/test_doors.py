@@ -144,6 +144,13 @@ class DoorsTest(unittest.TestCase):
 
     def test_no_tier(self) -> None:
         """Where vLLM's offloading cannot be, the connector takes all, and it is said."""
+        states, without = (
+            "layers with states",
+            self.given("cache_config", enable_prefix_caching=False),
+        )
+        door, why = self.door(self.odd()[states], without)
+        self.assertEqual("connector", door)
+        self.assertIn("needs --enable-prefix-caching", why)
         new = self.odd()["vLLM 9.1.0 is new"]
         said = "vLLM 9.1.0 is new, but a tier on CPUs needs vLLM 0.33 or older"
         self.assertEqual(("connector", said), self.door(new, platform="cpu"))

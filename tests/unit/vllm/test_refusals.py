@@ -100,14 +100,6 @@ class RefusalsTest(unittest.TestCase):
         return getattr(kv_cache_interface, kind)(**sizes | more)
 
     @staticmethod
-    def state(mode: str) -> Any:
-        """VLLM's description of a state."""
-        from vllm.v1.kv_cache_interface import MambaSpec
-
-        dtypes = (torch.float32,)
-        return MambaSpec(block_size=32, shapes=((2, 2),), dtypes=dtypes, mamba_cache_mode=mode)
-
-    @staticmethod
     def allowing(name: str) -> Any:
         """The connector's settings, with this in `allow`."""
         return ConnectorConfig(shared_storage_path="/kv", allow=(name,))
@@ -334,36 +326,13 @@ class RefusalsTest(unittest.TestCase):
             )
 
     def row_on_host(self) -> None:
-        from vua.vllm.cache_spec import check_prefix
+        from vua.vllm.cache_spec import check_place
 
         for table in ({"host_resident": True}, {"enable_kv_transfer": False}):
             placed = SimpleNamespace(**table)
-            self.row("on_host", lambda placed=placed: check_prefix(self.spec(), placed))
-
-    def row_states_unaligned(self) -> None:
-        """VLLM's own code makes of the advice a mode in which states are stored."""
-        from vllm.model_executor.models.config import MambaModelConfig
-
-        from vua.vllm.offloading import _check
-
-        def check(*, caching: bool) -> None:
-            cache = self.made.cache_config
-            with mock.patch.multiple(cache, enable_prefix_caching=caching, mamba_block_size=None):
-                before = cache.mamba_cache_mode
-                try:
-                    MambaModelConfig.verify_and_update_config(self.made)
-                    mode = cache.mamba_cache_mode
-                finally:
-                    cache.mamba_cache_mode = before
-            _check(self.made, [self.spec(), self.state(mode)])
-
-        self.row("states_unaligned", lambda: check(caching=False), then=lambda: check(caching=True))
+            self.row("on_host", lambda placed=placed: check_place(placed))
 
     def row_no_prefix(self) -> None:
-        from vua.vllm.cache_spec import check_prefix
-
-        alone = SimpleNamespace(prefix_cacheable=False)
-        self.row("no_prefix", lambda: check_prefix(alone, SimpleNamespace()))
         self.row("no_prefix", lambda: self.described(self.spec(non_causal=True)))
 
     def row_pipeline(self) -> None:

@@ -120,29 +120,26 @@ class EngineFieldsTest(unittest.TestCase):
             self.assertNotIn(self.namespace(load_format="dummy", seed=3), seen)
 
     def test_what_changes_pages(self) -> None:
-        """An fp8 cache is stored as this engine's pages: what may change their form counts, too."""
-        pages = {"kv_cache_dtype": "fp8"}
-        usual = self.namespace(**pages)
-        self.assertNotEqual(usual, self.namespace())
-        cases: tuple[Any, ...] = (
+        """What may change the form of an engine's own rows counts for the tier."""
+        from vua.vllm.engine_identity import pages_identity
+
+        def pages(**engine: Any) -> str:
+            made = self.configure(model=str(self.model), **engine)
+            found = pages_identity(made, SimpleNamespace(), [["a"]], {"a": None})
+            return json.dumps(found, sort_keys=True)
+
+        seen = {pages()}
+        for change in (
             mock.patch("torch.backends.cpu.get_cpu_capability", return_value="another"),
             mock.patch("vua.connector.setup.version", return_value="9"),
             mock.patch.dict(os.environ, {"VLLM_KV_CACHE_LAYOUT": "HND"}),
             mock.patch.dict(os.environ, {"VLLM_ROCM_SHUFFLE_KV_CACHE_LAYOUT": "1"}),
-        )
-        seen = {usual}
-        for number, case in enumerate(cases):
-            with self.subTest(number), case:
-                found = self.namespace(**pages)
-                self.assertNotIn(found, seen)
-                seen.add(found)
-        others = ({"block_size": 64}, {"tensor_parallel_size": 2}, {"kv_cache_dtype": "fp8_e5m2"})
-        for number, given in enumerate(others):
-            with self.subTest(number):
-                found = self.namespace(**pages | given)
-                self.assertNotIn(found, seen)
-                seen.add(found)
-        self.assertEqual(usual, self.namespace(**pages))
+        ):
+            with change:
+                seen.add(pages())
+        seen |= {pages(tensor_parallel_size=2), pages(kv_cache_dtype="fp8_e5m2")}
+        self.assertEqual(7, len(seen))
+        self.assertIn(pages(), seen)
 
     def test_setup(self) -> None:
         """A restart has the setup of before, whatever memory was free and however long it took."""

@@ -80,7 +80,7 @@ class ClassesTest(unittest.TestCase):
         """This is refused, with what to do."""
         from vua.connector.cache_spec import UncachedError
 
-        words = f"does not serve {what}: set VUA_DOOR=tier, which needs vLLM 0.32 or newer"
+        words = f"does not serve {what}: set VUA_DOOR=tier, which needs vLLM 0.32"
         for gpu in (True, False):
             with self.assertRaisesRegex(UncachedError, words):
                 self.groups(*tables, gpu=gpu, **given)

@@ -37,27 +37,16 @@ def sample(name: str, **labels: str) -> float | None:
 
 @unittest.skipUnless(find_spec("vllm"), "vLLM is not installed")
 class StatsTest(unittest.TestCase):
-    def test_aggregate(self) -> None:
-        """The other one is added to the first, which is the answer."""
-        first = stats_of()
-
-        self.assertIs(first, first.aggregate(stats_of()))
-        self.assertEqual({"": 128}, first.data["vua_stored_tokens_total"])
-        self.assertFalse(first.is_empty())
-
-    def test_reset(self) -> None:
-        """After a reset nothing is left."""
-        stats = stats_of()
-        stats.reset()
-
-        self.assertTrue(stats.is_empty())
-        self.assertEqual(0, stats.reduce()["loaded MiB"])
-
-    def test_reduce(self) -> None:
-        """The log line has totals and means."""
+    def test_together(self) -> None:
+        """The other one is added to the first; after a reset nothing is left."""
         stats = stats_of().aggregate(stats_of())
 
+        self.assertEqual({"": 128}, stats.data["vua_stored_tokens_total"])
         self.assertEqual(500.0, stats.reduce()["mean load ms"])
+        self.assertFalse(stats.is_empty())
+        stats.reset()
+        self.assertTrue(stats.is_empty())
+        self.assertEqual(0, stats.reduce()["loaded MiB"])
 
     def test_transport(self) -> None:
         """Stats survive vLLM's way: pickled from a worker, msgpack to the front end, rebuilt."""
