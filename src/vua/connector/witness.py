@@ -13,8 +13,7 @@ compares stored chunks of other writers with what it computes (`vua.connector.wo
   setup inherit the verdict, on every host (`vua.connector.proved`).
 - Afterwards chunks are drawn at random from all that could be loaded, each with the same chance.
   The prompt of a drawn one is computed, and the chunk compared. What these draws show about all
-  chunks is a metric (`vua.connector.proved`). The same is done once for a prompt twice as long as
-  any before.
+  chunks is a metric (`vua.connector.proved`).
 - A writer with a differing chunk is put aside, also one of this setup: this engine, and those of
   its setup, load nothing of it. If several writers differ, and more than agree, this engine is
   probably the odd one: it leaves the namespace.
@@ -52,7 +51,6 @@ _COMPLAIN_AFTER: Final = 3
 """After this many comparisons in a row without an answer a warning is logged."""
 _QUEUE_S: Final = 600.0
 """How long a prompt may wait for its turn in an engine that does not tell."""
-_FAR: Final = 1 << 40
 _MOST_CHUNKS: Final = 8
 """Chunks in one comparison at most."""
 _MOST_KNOWN: Final = 1 << 12
@@ -136,8 +134,6 @@ class Witness:
         """Writers that were met and are put aside."""
         self._agreed: set[bytes] = set()
         """Other writers whose latest comparison agreed."""
-        self._longest: dict[Kind, int] = {}
-        """Chunks of the longest prompt that was compared."""
         self._cases: dict[str, _Case] = {}
         """Those whose chunks are still to be computed, by the request's id."""
         self._ordered: dict[int, _Case] = {}
@@ -202,12 +198,9 @@ class Witness:
         if request.request_id in self._asked or not self._every:
             return False
         self._asked.add(request.request_id)
-        size, longest = self._model.chunk_tokens, self._longest.get(kind)
+        size = self._model.chunk_tokens
         drawn = self._draw(-(-span[0] // size), -(-span[1] // size))
-        much_longer = longest is not None and found.stored > 2 * longest
-        return (drawn is not None or much_longer) and self._begin(
-            request, kind, found, span[0], drawn
-        )
+        return drawn is not None and self._begin(request, kind, found, span[0], drawn)
 
     def _believed_tokens(
         self, kind: Kind, found: PrefixMatch, local_tokens: int
@@ -244,7 +237,6 @@ class Witness:
             return True
         known = self.known.holds(kind, writer)
         if known:
-            self._longest.setdefault(kind, _FAR)
             self._agree(writer)
         return known
 
@@ -342,12 +334,8 @@ class Witness:
         if case.awaited:
             why = "[{}] has another setup and is not compared yet: prompts load once it agrees"
             why = why.format("], [".join(map(in_words, sorted(case.awaited))))
-        elif case.drawn is not None:
-            why = f"drawn at random, one load in {self._every}: others load meanwhile"
         else:
-            why = (
-                "more than twice as long as any that was compared: the next one loads if it agrees"
-            )
+            why = f"drawn at random, one load in {self._every}: others load meanwhile"
         tokens = len(case.computed) * self._model.chunk_tokens
         self.tell_computed(tokens, case.request_id, why, " to compare them")
 
@@ -478,8 +466,6 @@ class Witness:
         if good:
             self._unanswered = 0
             ratio = max(one.ratio for at in good for one in case.found[at])
-            longest = self._longest.get(case.kind, 0)
-            self._longest[case.kind] = max(longest, case.chunks[-1] + 1)
             if not differing:
                 self._stats.add("vua_witnesses_total", label="same")
                 self._stats.set("vua_witness_distance", ratio)

@@ -516,14 +516,6 @@ class WitnessTest(EngineTest):
         for chunk in range(2, 7):
             self.assertTrue(30 < drawn[chunk] < 90, drawn)
 
-    def test_a_much_longer_prompt(self) -> None:
-        """A prompt twice as long as any that was compared is compared."""
-        witness, found = self.witness(), found_of(4)
-        self.ask(witness, "a", found)
-        self.assertEqual(128, self.ask(witness, "b", found_of(8)))
-        self.assertEqual(0, self.ask(witness, "c", found_of(9)))
-        self.assertEqual(9 * 16, self.ask(witness, "d", found_of(9)))
-
     @pytest.mark.thorough
     def test_how_much_is_remembered(self) -> None:
         """Engines that come and go take no more and more memory."""
