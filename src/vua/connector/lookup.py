@@ -31,7 +31,7 @@ from vua.errors import VUAError
 from vua.format.keys import KeyChain, token_ids
 from vua.io.pool import Breaker, Job, Pool
 from vua.security.keyring import NoKeyError
-from vua.store.namespace import Namespace, open_names
+from vua.store.namespace import Namespace
 from vua.store.writer import Writers
 
 log = logger("scheduler")
@@ -77,7 +77,7 @@ class Lookup:
         """None if the prompt has no name, or if the storage was not asked."""
         self.not_asked = ""
         """Why the storage was not asked: it did not answer earlier lookups (``paused``), or the
-        model is not identified yet (``unidentified``; `answer` may then tell what to store)."""
+        model is not identified yet (``unidentified``)."""
         self.breaker: Breaker | None = None
         """Learns of an answer that takes too long."""
         self._late = False
@@ -99,10 +99,10 @@ class Lookup:
             return "miss" if found.most else "short"
         return "hit" if found.stored >= found.prompt_chunks else "partial"
 
-    def leave(self, why: str, found: PrefixMatch | None = None) -> None:
+    def leave(self, why: str) -> None:
         """Answer without the storage, for a reason that is a word of the metrics."""
         self.not_asked = why
-        self.answer.set_result(found)
+        self.answer.set_result(None)
 
     def give_up(self) -> bool:
         """Note that the answer takes too long; True the first time."""
@@ -112,24 +112,6 @@ class Lookup:
         if self.breaker is not None:
             self.breaker.went(well=False)
         return True
-
-
-def answer_early(lookup: Lookup, model: Model, config: ConnectorConfig) -> None:
-    """Answer before the model is identified: nothing is known to be stored, and what could be.
-
-    Names that need a key are not known before the namespace is: such prompts are not stored.
-    """
-    found, secret = None, config.security.key_file or config.security.tenant_keys
-    try:
-        if lookup.options.store and not secret:
-            size = model.chunk_tokens
-            keys = _keys_of(lookup, model, lambda ids, extras, _: open_names(ids, size, extras))
-            every, tokens = config.window_every_tokens, lookup.most_tokens
-            if keys is not None:
-                found = find(model, (), keys, tokens, window_every_tokens=every)
-    except Exception as problem:  # noqa: BLE001 - an error of one prompt costs its chunks
-        log.debug("request %s is not stored: %s", lookup.request.request_id, problem)
-    lookup.leave("unidentified", found)
 
 
 class StepPatience:

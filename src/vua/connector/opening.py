@@ -1,9 +1,8 @@
 """Opens an engine's namespace as soon as its weights are known, and not before.
 
-Until then nothing is loaded, and what is computed waits in the workers' buffers for saves, as far
-as these hold it. Weights are digested and directories opened by threads beside the engine's, in the
-scheduler's process and in each worker: a slow storage delays nothing. A namespace that cannot be
-determined is never opened; after a failure opening is tried again.
+Until then nothing is loaded or stored. Weights are digested and directories opened by threads
+beside the engine's, in the scheduler's process and in each worker: a slow storage delays nothing. A
+namespace that cannot be determined is never opened; after a failure opening is tried again.
 """
 
 from __future__ import annotations
@@ -86,16 +85,14 @@ class Opening:
         config: ConnectorConfig,
         identification: Identification | None = None,
         *,
-        then: Callable[[OpenedNamespace], object] = lambda _: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Open now what is identified, else when ``identification``, if any, has its result.
 
-        Waits up to a second for that. ``then`` gets what a thread has opened; it must not block.
-        ``clock`` returns seconds, for retries. Raises StorageError, LayoutError only for an
-        identified model.
+        Waits up to a second for that. ``clock`` returns seconds, for retries. Raises StorageError,
+        LayoutError only for an identified model.
         """
-        self._model, self._config, self._then, self._clock = model, config, then, clock
+        self._model, self._config, self._clock = model, config, clock
         self._changed = threading.Condition()
         self._identification = identification
         self.identity: Identity | None = None
@@ -113,7 +110,7 @@ class Opening:
             if not done:
                 log.info(
                     "VUA: the weights are being identified (read once, then remembered); until "
-                    "that is done nothing is loaded"
+                    "that is done nothing is loaded or stored"
                 )
         elif model.identified:
             self.identity = model.identity
@@ -123,11 +120,6 @@ class Opening:
     def soon(self) -> bool:
         """Whether the wanted namespace is being opened, for the first time."""
         return self.identity is not None and self._opened is None and not self._warned
-
-    @property
-    def searching(self) -> bool:
-        search = self._identification
-        return search is not None and self.identity is None and not (self._warned or self._closed)
 
     def begin(self, identity: Identity) -> None:
         """Switch to another namespace; returns at once."""
@@ -147,11 +139,6 @@ class Opening:
                 self._again_s = None
                 self._start()
             return self._opened
-
-    def wait(self, timeout_s: float) -> bool:
-        """Wait until the wanted namespace is open; whether it is."""
-        with self._changed:
-            return self._changed.wait_for(lambda: self._opened is not None, timeout_s)
 
     def close(self) -> None:
         """Open nothing more, and stop the search for the weights."""
@@ -223,8 +210,6 @@ class Opening:
                 self._again_s = None if opened else self._clock() + _AGAIN_S
                 if opened is not None and self._warned:
                     log.info("VUA: the namespace is open now: loads and stores begin")
-                if opened is not None:
-                    self._then(opened)
                 opened = None
             else:
                 self._start()

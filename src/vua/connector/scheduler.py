@@ -21,7 +21,7 @@ from vua.connector.config import ConnectorConfig
 from vua.connector.events import KVEventPublisher
 from vua.connector.load_policy import NOTHING_STORED, TO_COMPARE, LoadPolicy
 from vua.connector.log import ROOT, logger
-from vua.connector.lookup import Lookup, Lookups, StepPatience, answer_early
+from vua.connector.lookup import Lookup, Lookups, StepPatience
 from vua.connector.media import Media
 from vua.connector.metadata import (
     ConnectorMetadata,
@@ -378,8 +378,6 @@ class SchedulerSide:
             self.lookups.ask(lookup)
         elif self._opening.soon:
             self._early.append(lookup)
-        elif self._opening.searching:
-            answer_early(lookup, self.model, self._config)
         else:
             lookup.leave("unidentified")
         return lookup

@@ -329,7 +329,7 @@ class VUAStorageConnector_V1(KVConnectorBase_V1, SupportsHMA):  # noqa: N801
             self._ahead = Identification(partial(find_weights, vllm_config))
         memory = memory_of(vllm_config)
         self._model = memory.model
-        return WorkerSide(model, self._config, rank, watch, memory, self._ahead)
+        return WorkerSide(model, self._config, rank, watch, memory)
 
     @contextmanager
     def _guarded(self) -> Generator[None]:
