@@ -347,6 +347,8 @@ def check_engine(vllm_config: Any) -> None:
 
     model = vllm_config.model_config
     runner = getattr(model, "runner_type", "generate")
+    if not (runner == "generate" or getattr(model, "is_prefix_caching_supported", False)):
+        raise refused("pooling", runner)
     if why := why_tier(vllm_config, alone=True):
         raise refused("tier_alone", why)
     computed = str(getattr(model, "dtype", "")).removeprefix("torch.")
@@ -354,8 +356,6 @@ def check_engine(vllm_config: Any) -> None:
     aside = current_platform.is_cpu() and kept in ("bfloat16", "float16") and kept != computed
     if aside:
         raise refused("mixed_blocks", kept)
-    if not (runner == "generate" or getattr(model, "is_prefix_caching_supported", False)):
-        raise refused("pooling", runner)
     check_drafts(vllm_config)
 
 
