@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 
 from vua.connector.cache_spec import UncachedError
@@ -123,7 +124,7 @@ class AdapterBook:
 
 
 class Content:
-    """The complete content of a loaded adapter, in a fixed order."""
+    """The complete content of a loaded adapter, or of a model's inputs, in a fixed order."""
 
     def __init__(
         self,
@@ -162,6 +163,10 @@ class Content:
             self._parts.append(f"tensor {value.dtype} {shape};".encode())
             held = value.detach().to("cpu", copy=self._copied).contiguous()
             self._parts.append(held.flatten().view(torch.uint8).numpy())
+        elif isinstance(value, np.ndarray) and value.dtype.kind in "biufc":
+            shape = ",".join(map(str, value.shape))
+            self._parts.append(f"array {value.dtype.str} {shape};".encode())
+            self._parts.append(value.tobytes())
         elif value is None or isinstance(value, bool | int | float | str | torch.dtype):
             text = repr(value).encode()
             self._parts.append(f"{type(value).__name__} {len(text)};".encode() + text)

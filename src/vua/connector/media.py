@@ -14,15 +14,12 @@ for every request before it is computed. Large contents are digested by another 
 
 from __future__ import annotations
 
-import hashlib
 import weakref
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
-import numpy as np
-import torch
-
+from vua.connector.adapters import Content
 from vua.connector.cache_spec import UncachedError
 from vua.connector.refusals import refused
 from vua.io.pool import Job, Pool
@@ -33,6 +30,7 @@ _MORE_REMEMBERED: Final = 65536
 _AT_ONCE_NBYTES: Final = 1 << 20
 """Contents of a request that are digested in a millisecond or two."""
 _THREADS: Final = Pool[None](2, "vua-media")
+_VERSION: Final = b"vua.media.v1"
 _UNKNOWN: Final = b""
 """Represents the content of an identifier that must not be trusted."""
 
@@ -137,11 +135,7 @@ class Media:
         known = self._cached_digest(item)
         if known is not None and known[0] is not None:
             return known[0]
-        digest = hashlib.sha256(b"vua.media.v1\n")
-        for key in sorted(item):
-            _feed(digest, key)
-            _feed(digest, item[key].data)
-        found = digest.hexdigest().encode()
+        found = _digest_of({key: item[key].data for key in item})
         self._remember_digest(item, found)
         return found
 
@@ -171,38 +165,12 @@ def _position(feature: Any) -> tuple[bytes, ...]:
     chosen = getattr(place, "is_embed", None)
     if chosen is None:
         return (where,)
-    digest = hashlib.sha256()
-    _feed(digest, chosen)
-    return where, digest.hexdigest().encode()
+    return where, _digest_of(chosen)
 
 
-def _feed(digest: Any, value: Any) -> None:
-    """Digest a value so that different ones never give the same bytes. Raises UncachedError."""
-    if isinstance(value, torch.Tensor):
-        if value.device.type != "cpu":
-            raise refused("content", "it is in a device's memory")
-        flat = value.detach().contiguous().reshape(-1).view(torch.uint8)
-        _head(digest, "tensor", str(value.dtype), *value.shape)
-        digest.update(flat.numpy().data)
-    elif isinstance(value, np.ndarray) and value.dtype.kind in "biufc":
-        _head(digest, "array", value.dtype.str, *value.shape)
-        digest.update(np.ascontiguousarray(value).tobytes())
-    elif isinstance(value, list | tuple):
-        _head(digest, "list", len(value))
-        for each in value:
-            _feed(digest, each)
-    elif isinstance(value, Mapping):
-        _head(digest, "mapping", len(value))
-        for key in sorted(value):
-            _feed(digest, key)
-            _feed(digest, value[key])
-    elif isinstance(value, str | int | float):
-        _head(digest, type(value).__name__, value)
-    else:
-        raise refused("content", f"it holds a {type(value).__name__}")
-
-
-def _head(digest: Any, *parts: object) -> None:
-    for part in (str(len(parts)), *map(str, parts)):
-        text = part.encode(errors="surrogatepass")
-        digest.update(len(text).to_bytes(8, "little") + text)
+def _digest_of(value: Any) -> bytes:
+    """Return 64 hex digits. Raises UncachedError."""
+    try:
+        return Content(value, _VERSION, copied=False).digest().encode()
+    except (UncachedError, NotImplementedError, TypeError) as problem:  # the second: no memory
+        raise refused("content", problem) from problem
