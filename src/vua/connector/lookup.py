@@ -181,13 +181,9 @@ class Lookups:
         if self._config.save_generated and lookup.request.num_output_tokens:  # it was preempted
             lookup.token_ids = list(lookup.request.all_token_ids)
         if self._breaker.allows():
-            self.submit(lookup)
+            self._pool.submit(self._answer, lookup)
         else:
             lookup.leave("paused")
-
-    def submit(self, lookup: Lookup) -> None:
-        """Answer a lookup on a thread; also one that came before there were threads for it."""
-        self._pool.submit(self._answer, lookup)
 
     def ended(self, lookup: Lookup) -> None:
         """Heed the hints about the time after a request, which has ended; in the background."""

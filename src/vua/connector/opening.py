@@ -38,8 +38,8 @@ from vua.weights import Identification, Weights
 
 log = logger("scheduler")
 
-_START_WAIT_S: Final = 1.0
-"""How long the engine's start waits: enough for small models and remembered weights."""
+_START_WAIT_S: Final = 5.0
+"""How long the engine's start waits: enough for small models, remembered weights and a bucket."""
 _AGAIN_S: Final = 1.0
 """How long after a failure opening is tried again."""
 
@@ -89,7 +89,7 @@ class Opening:
     ) -> None:
         """Open now what is identified, else when ``identification``, if any, has its result.
 
-        Waits up to a second for that. ``clock`` returns seconds, for retries. Raises StorageError,
+        Waits some seconds for that. ``clock`` returns seconds, for retries. Raises StorageError,
         LayoutError only for an identified model.
         """
         self._model, self._config, self._clock = model, config, clock

@@ -94,8 +94,6 @@ class SchedulerSide:
         """Whether there is a namespace: the two below then exist."""
         self.namespace: Namespace
         self.lookups: Lookups
-        self._early: list[Lookup] = []
-        """Lookups of requests that came while the namespace was being opened."""
         self._ready_s: float | None = None
         """When orders begin although not all workers have reported that they have opened it;
         infinite until the first request. None: all have."""
@@ -132,14 +130,6 @@ class SchedulerSide:
             self._use(*opened)
             if self._workers_open[opened.model.identity.namespace] < self.model.workers:
                 self._ready_s = math.inf
-        elif self._opening.soon:
-            return
-        waiting, self._early = self._early, []
-        for lookup in waiting:
-            if self._open:
-                self.lookups.submit(lookup)
-            else:
-                lookup.leave("paused")
 
     def _use(self, model: Model, namespace: Namespace) -> None:
         self.model, self.namespace = model, namespace
@@ -376,8 +366,6 @@ class SchedulerSide:
             pass  # it wants nothing
         elif self._open:
             self.lookups.ask(lookup)
-        elif self._opening.soon:
-            self._early.append(lookup)
         else:
             lookup.leave("unidentified")
         return lookup

@@ -233,8 +233,7 @@ class VUAStorageConnector_V1(KVConnectorBase_V1, SupportsHMA):  # noqa: N801
     ) -> None:
         """Read the settings and begin to identify the engine's weights.
 
-        Does not wait for the identification (a second at most): the namespace is opened when it
-        ends.
+        Waits for the identification some seconds at most: the namespace is opened when it ends.
 
         Raises ConfigError for unusable settings, an unusable path, an unknown version of vLLM, or a
         model that vLLM does not start with a connector, so that a mistake appears at start-up. An
