@@ -54,8 +54,7 @@ class WorkerResources:
     """MiB of memory for chunks that wait to be written. Chunks that do not fit are tried again
     while their request runs. 0 chooses by itself: two full steps of the engine
     (`max_num_batched_tokens`), at least 512 MiB or 256 chunks, at most an eighth of the machine's
-    memory for all workers. Raise it if the share "no" of `vua_prompt_chunk_tokens_total` grows.
-    Chunks computed before the weights are known wait there, too."""
+    memory for all workers. Raise it if the share "no" of `vua_prompt_chunk_tokens_total` grows."""
     upload_mib_s: int = 1000
     """Upload limit, from the local directory to the slower tiers (bucket or shared directory)."""
     write_back: str = "always"

@@ -243,7 +243,8 @@ def _group(vllm_config: Any, layout: KVLayout, caches: Sequence[_Cache]) -> Grou
 
 def _layout(vllm_config: Any, size: int, kind: str, spec: Any, layers: int) -> KVLayout:
     stored, heads = stored_as(spec, vllm_config), _heads_of(spec, vllm_config)
-    assert stored is not None and heads is not None, spec  # noqa: S101, PT018 - see `_divided`
+    if stored is None or heads is None:  # refused before
+        raise refused("tier_alone", f"such a {type(spec).__name__}")
     return KVLayout(
         layers=layers,
         kv_heads=heads,

@@ -6,7 +6,6 @@ import logging
 import os
 import unittest
 from importlib.util import find_spec
-from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -16,7 +15,7 @@ import torch
 from e2e.engine import ENVIRONMENT
 from helpers import DirectoryTest
 from small_models import make_model
-from vua.connector.config import ConnectorConfig
+from vua.format.identity import config_digest
 
 pytestmark = pytest.mark.vllm
 
@@ -34,7 +33,6 @@ class EveryConfigTest(DirectoryTest):
     def setUp(self) -> None:
         """Make an engine's configuration."""
         from vllm.engine.arg_utils import EngineArgs
-        from vllm.v1.kv_cache_interface import FullAttentionSpec
 
         super().setUp()
         self.enterContext(mock.patch.dict(os.environ, ENVIRONMENT))
@@ -45,21 +43,18 @@ class EveryConfigTest(DirectoryTest):
             model=str(model), dtype="float32", max_model_len=2048, skip_tokenizer_init=True
         )
         self.made: Any = arguments.create_engine_config()
-        spec = FullAttentionSpec(32, num_kv_heads=2, head_size=32, dtype=torch.float32)
-        table = SimpleNamespace(layer_names=["model.layers.0.attn"], kv_cache_spec=spec)
-        self.caches = SimpleNamespace(kv_cache_groups=[table])
-        self.config = ConnectorConfig(shared_storage_path=str(self.root / "kv"))
 
     def describe(self, config: Any) -> tuple[str, str]:
-        """The namespace's label and the setup of an engine with this model's configuration."""
+        """A digest of the identity, and the setup, of an engine with this model's configuration."""
         from vllm.transformers_utils.config import get_hf_text_config
 
-        from vua.vllm.cache_spec import describe
+        from vua.vllm.engine_identity import engine_identity
         from vua.vllm.setup import setup_of
 
         model = self.made.model_config
         model.hf_config, model.hf_text_config = config, get_hf_text_config(config)
-        return describe(self.made, self.caches, self.config).identity.model, setup_of(self.made)
+        counted = engine_identity(self.made, torch.float32).config
+        return config_digest(counted), setup_of(self.made)
 
     def test_layers_that_differ(self) -> None:
         """Gemma 4, some of whose fields raise an error when they are read; each setting counts."""

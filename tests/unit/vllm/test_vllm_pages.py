@@ -152,7 +152,7 @@ class ClassesTest(unittest.TestCase):
         tables = latents, {"layers.0.swa": window}, {"layers.1.ring": ring}
         self.left_to_the_tier("an indexer", *tables, **given)
         del given["like"]
-        self.left_to_the_tier("a CircularBufferSpec", *tables, **given)
+        self.left_to_the_tier("a CircularBufferSpec", tables[2], **given)
         self.left_to_the_tier("a SlidingWindowMLASpec", *tables[1:2], **given)
         self.left_to_the_tier("a MLAAttentionSpec", latents, **given)
 
