@@ -321,15 +321,10 @@ class _OfDirectory(_Command):
         **extra: Any,
     ) -> click.Context:  # fmt: skip
         home = os.environ.get(VARIABLE, "")
-        try:
+        with suppress(click.UsageError) if home else nullcontext():
             context = super().make_context(info_name, [*args], parent, **extra)
             if not home or not _is_left_out(context.params):
                 return context
-        except click.UsageError:
-            if home:
-                with suppress(click.UsageError):
-                    return super().make_context(info_name, [home, *args], parent, **extra)
-            raise
         return super().make_context(info_name, [home, *args], parent, **extra)
 
 

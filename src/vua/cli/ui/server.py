@@ -90,7 +90,6 @@ def overview(catalog: Catalog, files: Files) -> dict[str, Any]:
         "looked": when(time.time()),
         "nbytes": nbytes,
         "usable_nbytes": usable,
-        "saved_today": saved and saved.describe(),
         "findings": [asdict(one) | {"text": plain(one.text)} for one in findings],
         "summary": summary,
         "namespaces": rows[:_SHOWN],
