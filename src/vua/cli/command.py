@@ -21,7 +21,7 @@ import os
 import re
 import stat
 import sys
-from collections.abc import Callable, Iterator, MutableMapping
+from collections.abc import Callable, Iterator, MutableMapping, Sequence
 from contextlib import nullcontext, suppress
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeVar
@@ -274,19 +274,24 @@ def command(
     return declare
 
 
-def with_help(one: C) -> C:
-    """Give a command --help; `click`'s own would bypass the guard of the terminal."""
+def shows(words: Sequence[str], text: str, what: Callable[[click.Context], str]) -> click.Option:
+    """Return an option that shows something, and ends the command."""
 
     def show(context: click.Context, _: click.Parameter, value: bool) -> None:  # noqa: FBT001
         if value and not context.resilient_parsing:
-            print(context.get_help())
+            print(what(context))
             context.exit()
 
+    return click.Option(
+        words, is_flag=True, expose_value=False, is_eager=True, callback=show, help=text
+    )
+
+
+def with_help(one: C) -> C:
+    """Give a command --help; `click`'s own would bypass the guard of the terminal."""
     one.add_help_option = False
-    one.params.append(
-        click.Option(["-h", "--help"], is_flag=True, expose_value=False, is_eager=True,
-                     callback=show, help="show this message, and exit")
-    )  # fmt: skip
+    text = "show this message, and exit"
+    one.params.append(shows(["-h", "--help"], text, click.Context.get_help))
     return one
 
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Final
 
 import click
 
-from vua.cli.command import COMMANDS, ENTRIES, GROUPS, VARIABLE, with_help
+from vua.cli.command import COMMANDS, ENTRIES, GROUPS, VARIABLE, shows, with_help
 from vua.cli.interrupts import INTERRUPTED, interrupts
 from vua.cli.output import UNUSABLE, guarded, plain
 from vua.errors import StorageError, VUAError, explained
@@ -63,24 +63,17 @@ class _Commands(click.Group):
                 formatter.write_dl([(f"{name:{widest}}", one.text) for name, one in group.items()])
 
 
-def _show_version(context: click.Context, _: click.Parameter, value: bool) -> None:  # noqa: FBT001
-    """Show the version, and whether native code is used, which is looked up only here."""
-    if value and not context.resilient_parsing:
-        from vua import __version__, native  # noqa: PLC0415 - likewise
+def _version(_: click.Context) -> str:
+    """Return the version, and whether native code is used, which is looked up only here."""
+    from vua import __version__, native  # noqa: PLC0415 - see above
 
-        print(f"vua {__version__}\n{native.status().text}")
-        context.exit()
+    return f"vua {__version__}\n{native.status().text}"
 
 
 vua: Final = with_help(
     _Commands(
         "vua",
-        params=[
-            click.Option(
-                ["--version"], is_flag=True, expose_value=False, is_eager=True,
-                callback=_show_version, help="show the version, and exit",
-            )
-        ],
+        params=[shows(["--version"], "show the version, and exit", _version)],
         help="Look into a VUA cache, and keep it in order.",
         epilog="`vua help COMMAND` says more about one. "
         f"DIR may be left out where the environment's {VARIABLE} names it. Exit status: 0 success, "
