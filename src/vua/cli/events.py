@@ -65,13 +65,6 @@ _CLOSE_S: Final = 1.0
 _END: Final = (-1).to_bytes(8, "big", signed=True)
 
 
-@dataclass(slots=True)
-class _Replay:
-    next: int
-    """Number of the next batch for it."""
-    since_s: float
-
-
 class EventSocket:
     """A publisher of events; closed at the end of its block. Not thread-safe."""
 
@@ -106,7 +99,7 @@ class EventSocket:
         self._topic, self._numbers, self._clock = topic.encode(), itertools.count(), clock
         self._kept = deque[tuple[bytes, bytes]]()
         self._kept_nbytes, self._linger_s = 0, linger_s
-        self._replays: dict[bytes, _Replay] = {}
+        self._replays: dict[bytes, Iterator[bool]] = {}
         self._context, self._poller = self._zmq.Context(), self._zmq.Poller()
         self._subscribed = False
         self._patient, self._told_s = True, -_QUIET_S
@@ -232,42 +225,36 @@ class EventSocket:
             return  # not a message of a subscriber to vLLM's events
         who, _, first = request
         if who in self._replays or len(self._replays) < _PEERS:
-            self._replays[who] = _Replay(int.from_bytes(first, "big"), self._clock())
+            self._replays[who] = self._replay_to(who, int.from_bytes(first, "big"))
         else:
             self._tell(f"more than {_PEERS} peers ask for missed batches: one is not answered")
 
     def _send_again(self) -> bool:
-        moved, now_s = False, self._clock()
-        for who, replay in list(self._replays.items()):
-            took, ended = self._replay_to(who, replay)
-            moved |= took
-            if took:
-                replay.since_s = now_s
-            if ended or now_s - replay.since_s > _PATIENCE_S:
-                del self._replays[who]
-                if not ended:
-                    self._tell("a peer asks for missed batches and does not read them: given up")
-        return moved
+        """Send all peers on that asked; return whether any of them took something."""
+        took = {who: next(one, None) for who, one in self._replays.items()}
+        self._replays = {who: self._replays[who] for who in took if took[who] is not None}
+        return any(took.values())
 
-    def _replay_to(self, who: bytes, replay: _Replay) -> tuple[bool, bool]:
-        """Send a peer as much as fits; return whether anything was sent, and whether all was."""
-        zmq, took = self._zmq, False
-        first = int.from_bytes(self._kept[0][0], "big") if self._kept else 0
-        at = min(max(0, replay.next - first), len(self._kept))
-        try:
-            for number, payload in itertools.islice(self._kept, at, at + _QUEUED):
-                parts = (who, b"", self._topic, number, payload)
-                self._replay.send_multipart(parts, zmq.DONTWAIT)
-                took = True
-                replay.next = int.from_bytes(number, "big") + 1
-            if at + _QUEUED >= len(self._kept):
-                self._replay.send_multipart((who, b"", b"", _END, b""), zmq.DONTWAIT)
-                return True, True
-        except zmq.Again:
-            return took, False
-        except zmq.ZMQError:  # it has gone
-            return took, True
-        return took, False
+    def _replay_to(self, who: bytes, number: int) -> Iterator[bool]:
+        """Send a peer all batches from a number on, as many as fit; yield whether any did."""
+        zmq, since_s = self._zmq, self._clock()
+        while self._clock() - since_s <= _PATIENCE_S:
+            first, took = int.from_bytes(self._kept[0][0], "big") if self._kept else 0, False
+            at = min(max(0, number - first), len(self._kept))
+            parts = [(self._topic, *one) for one in itertools.islice(self._kept, at, at + _QUEUED)]
+            try:
+                for topic, count, payload in parts:
+                    self._replay.send_multipart((who, b"", topic, count, payload), zmq.DONTWAIT)
+                    number, since_s, took = int.from_bytes(count, "big") + 1, self._clock(), True
+                if at + _QUEUED >= len(self._kept):
+                    self._replay.send_multipart((who, b"", b"", _END, b""), zmq.DONTWAIT)
+                    return
+            except zmq.Again:
+                pass
+            except zmq.ZMQError:  # it has gone
+                return
+            yield took
+        self._tell("a peer asks for missed batches and does not read them: given up")
 
 
 _INTERVAL_S: Final = 5.0
