@@ -55,6 +55,15 @@ class StartsTest(EngineTest):
                     self.assertNotRegex(served.log, 'File ".*kv_connector_v1.py"')
                     self.assertEqual(10, len(stored(self.root)))
 
+    def test_before_the_weights_are_known(self) -> None:
+        """A prompt that comes before is stored then, without another step; a restart loads it."""
+        (cold,) = self.baseline(Batch([PROMPT]))
+        early = self.serve(Batch([PROMPT]), trouble={"late": True})
+        again = self.serve(Batch([PROMPT]))
+
+        self.assertEqual([[cold], [cold]], [early.tokens, again.tokens])
+        self.assertEqual([[0], [640]], [early.cached, again.cached])
+
     def child(self) -> dict[str, Any]:
         """A VUA connector below a MultiConnector."""
         extra = {"shared_storage_path": str(self.root), "witness_every": 0}

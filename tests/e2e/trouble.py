@@ -37,8 +37,8 @@ def trouble(described: dict[str, Any] | None, counts: MutableMapping[str, int]) 
             "preempt_every": steps after which all running requests are thrown out; "one_identity":
             whatever the model, the adapter and the image, all is stored under the same names;
             "another_setup": this engine runs other code than those that stored before;
-            "newer": this vLLM came after those that were run; "sample_nbytes": so much is
-            read to check a note beside the weights.
+            "newer": this vLLM came after those that were run; "late": the weights are known once a
+            prompt waits; "sample_nbytes": so much is read to check a note beside the weights.
         counts: gets the number of files "struck".
     """
     described = described or {}
@@ -55,9 +55,36 @@ def trouble(described: dict[str, Any] | None, counts: MutableMapping[str, int]) 
             nbytes = described["sample_nbytes"]
             stack.enter_context(mock.patch("vua.weights.content._SAMPLE_NBYTES", nbytes))
         newer = partial(mock.patch, "vua.vllm.support.NEWEST", Version("0.27"))
-        begins = {"newer": newer, "one_identity": _one_identity}
+        begins = {"late": _late_weights, "newer": newer, "one_identity": _one_identity}
         for name in begins.keys() & described.keys():
             stack.enter_context(begins[name]())
+        yield
+
+
+@contextmanager
+def _late_weights() -> Iterator[None]:
+    """Keep every search for the weights from ending before chunks wait to be written."""
+    from vua.connector.write_queue import WriteQueue
+    from vua.weights import Weights
+
+    waits, hand_over = threading.Event(), WriteQueue.hand_over
+    original = pkgutil.resolve_name("vua.vllm.kv_connector_v1.find_weights")
+
+    def find(*given: Any) -> Weights:
+        waits.wait(300)
+        found: Weights = original(*given)
+        return found
+
+    def handed_over(queue: WriteQueue, *held: Any) -> None:
+        hand_over(queue, *held)
+        if queue.pending:
+            waits.set()
+
+    with (
+        mock.patch("vua.connector.opening._START_WAIT_S", 0.1),  # the engine's start goes on
+        mock.patch("vua.vllm.kv_connector_v1.find_weights", find),
+        mock.patch.object(WriteQueue, "hand_over", handed_over),
+    ):
         yield
 
 

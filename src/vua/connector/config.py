@@ -84,8 +84,8 @@ class ConnectorConfig:
     """fsync each file. Without it a power cut may cost recent chunks, never wrong bytes."""
     save_generated: bool = False
     """Store the chunks of generated tokens too, not only those of prompts. Set it for
-    conversations, whose next prompt contains the last answer; not where a chat template leaves out
-    what a model thought."""
+    conversations, whose next prompt contains the last answer. It stops by itself while no prompt
+    begins with what was generated, as where a chat template leaves out what a model thought."""
     window_every_tokens: int = 8192
     """Models with sliding windows: the window is stored at the end of each prompt, where a later
     prompt diverged, and where one may: at eight points in each doubling of the length, and at every

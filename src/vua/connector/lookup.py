@@ -26,12 +26,13 @@ from vua.connector.media import Media
 from vua.connector.prefix_match import PrefixMatch, find
 from vua.connector.proved import KnownWriters, kind_of
 from vua.connector.refusals import refused
+from vua.connector.replies import Replies
 from vua.connector.request import RequestOptions, SaveHints
 from vua.errors import VUAError
 from vua.format.keys import KeyChain, token_ids
 from vua.io.pool import Breaker, Job, Pool
 from vua.security.keyring import NoKeyError
-from vua.store.namespace import Namespace
+from vua.store.namespace import Namespace, open_names
 from vua.store.writer import Writers
 
 log = logger("scheduler")
@@ -77,7 +78,7 @@ class Lookup:
         """None if the prompt has no name, or if the storage was not asked."""
         self.not_asked = ""
         """Why the storage was not asked: it did not answer earlier lookups (``paused``), or the
-        model is not identified yet (``unidentified``)."""
+        model is not identified yet (``unidentified``; `answer` may then tell what to store)."""
         self.breaker: Breaker | None = None
         """Learns of an answer that takes too long."""
         self._late = False
@@ -99,10 +100,10 @@ class Lookup:
             return "miss" if found.most else "short"
         return "hit" if found.stored >= found.prompt_chunks else "partial"
 
-    def leave(self, why: str) -> None:
+    def leave(self, why: str, found: PrefixMatch | None = None) -> None:
         """Answer without the storage, for a reason that is a word of the metrics."""
         self.not_asked = why
-        self.answer.set_result(None)
+        self.answer.set_result(found)
 
     def give_up(self) -> bool:
         """Note that the answer takes too long; True the first time."""
@@ -112,6 +113,24 @@ class Lookup:
         if self.breaker is not None:
             self.breaker.went(well=False)
         return True
+
+
+def answer_early(lookup: Lookup, model: Model, config: ConnectorConfig) -> None:
+    """Answer before the model is identified: nothing is known to be stored, and what could be.
+
+    Names that need a key are not known before the namespace is: such prompts are not stored.
+    """
+    found, secret = None, config.security.key_file or config.security.tenant_keys
+    try:
+        if lookup.options.store and not secret:
+            size = model.chunk_tokens
+            keys = _keys_of(lookup, model, lambda ids, extras, _: open_names(ids, size, extras))
+            every, tokens = config.window_every_tokens, lookup.most_tokens
+            if keys is not None:
+                found = find(model, (), keys, tokens, window_every_tokens=every)
+    except Exception as problem:  # noqa: BLE001 - an error of one prompt costs its chunks
+        log.debug("request %s is not stored: %s", lookup.request.request_id, problem)
+    lookup.leave("unidentified", found)
 
 
 class StepPatience:
@@ -163,6 +182,8 @@ class Lookups:
         """
         pairs = zip(namespace.stores, model.groups, strict=True)
         self._known = known
+        self.replies = Replies() if config.save_generated else None
+        """Decides about generated chunks; None: none are stored."""
         self._writers = [Writers(store, group.written) for store, group in pairs if known]
         self._model, self._namespace, self._config = model, namespace, config
         self._clock, self._count = clock, count
@@ -181,9 +202,13 @@ class Lookups:
         if self._config.save_generated and lookup.request.num_output_tokens:  # it was preempted
             lookup.token_ids = list(lookup.request.all_token_ids)
         if self._breaker.allows():
-            self._pool.submit(self._answer, lookup)
+            self.submit(lookup)
         else:
             lookup.leave("paused")
+
+    def submit(self, lookup: Lookup) -> None:
+        """Answer a lookup on a thread; also one that came before there were threads for it."""
+        self._pool.submit(self._answer, lookup)
 
     def ended(self, lookup: Lookup) -> None:
         """Heed the hints about the time after a request, which has ended; in the background."""
@@ -255,6 +280,8 @@ class Lookups:
             log.exception("request %s is not cached", request.request_id)
             return None
         self._name_writers(lookup, found)
+        if self.replies is not None and not request.num_output_tokens:
+            self.replies.asked(keys.run(0, len(keys)).prefix_hashes)
         self._namespace.stores[0].used(keys, found.stored)  # as are all groups' files
         if self._events is not None:
             self._events.announce_found(request, keys, found.stored)

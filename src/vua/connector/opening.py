@@ -1,8 +1,9 @@
 """Opens an engine's namespace as soon as its weights are known, and not before.
 
-Until then nothing is loaded or stored. Weights are digested and directories opened by threads
-beside the engine's, in the scheduler's process and in each worker: a slow storage delays nothing. A
-namespace that cannot be determined is never opened; after a failure opening is tried again.
+Until then nothing is loaded, and what is computed waits in the workers' buffers for saves, as far
+as these hold it. Weights are digested and directories opened by threads beside the engine's, in the
+scheduler's process and in each worker: a slow storage delays nothing. A namespace that cannot be
+determined is never opened; after a failure opening is tried again.
 """
 
 from __future__ import annotations
@@ -38,8 +39,8 @@ from vua.weights import Identification, Weights
 
 log = logger("scheduler")
 
-_START_WAIT_S: Final = 5.0
-"""How long the engine's start waits: enough for small models, remembered weights and a bucket."""
+_START_WAIT_S: Final = 1.0
+"""How long the engine's start waits: enough for small models and remembered weights."""
 _AGAIN_S: Final = 1.0
 """How long after a failure opening is tried again."""
 
@@ -85,14 +86,16 @@ class Opening:
         config: ConnectorConfig,
         identification: Identification | None = None,
         *,
+        then: Callable[[OpenedNamespace], object] = lambda _: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Open now what is identified, else when ``identification``, if any, has its result.
 
-        Waits some seconds for that. ``clock`` returns seconds, for retries. Raises StorageError,
-        LayoutError only for an identified model.
+        Waits up to a second for that. ``then`` gets what a thread has opened; it must not block.
+        ``clock`` returns seconds, for retries. Raises StorageError, LayoutError only for an
+        identified model.
         """
-        self._model, self._config, self._clock = model, config, clock
+        self._model, self._config, self._then, self._clock = model, config, then, clock
         self._changed = threading.Condition()
         self._identification = identification
         self.identity: Identity | None = None
@@ -110,7 +113,7 @@ class Opening:
             if not done:
                 log.info(
                     "VUA: the weights are being identified (read once, then remembered); until "
-                    "that is done nothing is loaded or stored"
+                    "that is done nothing is loaded"
                 )
         elif model.identified:
             self.identity = model.identity
@@ -120,6 +123,11 @@ class Opening:
     def soon(self) -> bool:
         """Whether the wanted namespace is being opened, for the first time."""
         return self.identity is not None and self._opened is None and not self._warned
+
+    @property
+    def searching(self) -> bool:
+        search = self._identification
+        return search is not None and self.identity is None and not (self._warned or self._closed)
 
     def begin(self, identity: Identity) -> None:
         """Switch to another namespace; returns at once."""
@@ -139,6 +147,11 @@ class Opening:
                 self._again_s = None
                 self._start()
             return self._opened
+
+    def wait(self, timeout_s: float) -> bool:
+        """Wait until the wanted namespace is open; whether it is."""
+        with self._changed:
+            return self._changed.wait_for(lambda: self._opened is not None, timeout_s)
 
     def close(self) -> None:
         """Open nothing more, and stop the search for the weights."""
@@ -210,6 +223,8 @@ class Opening:
                 self._again_s = None if opened else self._clock() + _AGAIN_S
                 if opened is not None and self._warned:
                     log.info("VUA: the namespace is open now: loads and stores begin")
+                if opened is not None:
+                    self._then(opened)
                 opened = None
             else:
                 self._start()

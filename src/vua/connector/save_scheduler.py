@@ -38,6 +38,7 @@ from vua.connector.metadata import (
 )
 from vua.connector.metrics import RequestMetrics
 from vua.connector.prefix_match import PrefixMatch
+from vua.connector.replies import Replies
 from vua.connector.request import RequestOptions, SaveHints
 from vua.connector.witness import Witness
 from vua.format.keys import ChunkKey, KeyRun, token_ids
@@ -351,9 +352,12 @@ class SaveScheduler:
         """Per request that ended in this step: its prompt's whole chunks, and how many leading ones
         are stored or being stored."""
 
-    def use(self, model: Model, witness: Witness) -> None:
-        """Order for another namespace from now on."""
-        self.model, self.witness = model, witness
+    def use(self, model: Model, witness: Witness, replies: Replies | None = None) -> None:
+        """Order for another namespace from now on.
+
+        ``replies`` decides about generated chunks; None: none are stored.
+        """
+        self.model, self.witness, self._replies = model, witness, replies
 
     def reset(self) -> None:
         """Note that what is computed from now on is of another epoch."""
@@ -481,15 +485,17 @@ class SaveScheduler:
             self._metrics.prompt_ended(chunks, min(stored, chunks), self.model.chunk_tokens)
         self._ended.clear()
 
-    def _with_reply(self, request: Any, found: PrefixMatch, complete: int) -> int:
+    def _with_reply(self, request: Any, found: PrefixMatch, complete: int, replies: Replies) -> int:
         """Return how many leading chunks are to be stored, those of generated tokens among them."""
-        model, size = self.model, self.model.chunk_tokens
+        model, size, known = self.model, self.model.chunk_tokens, len(found.keys)
         chunks, reply = complete // size, request.num_prompt_tokens // size
         if model.align == min(model.block_sizes):  # else a window's blocks may be freed meanwhile
             chunks = model.useful_chunks(chunks)
-        if chunks > max(len(found.keys), reply):
+        wanted = not replies.paused
+        if chunks > max(known, reply) and (wanted or known <= reply):
             found.keys = found.keys.longer(token_ids(request.all_token_ids[:complete]))
-        return min(chunks, len(found.keys))
+            wanted = replies.wanted(found.keys[reply].prefix_hash, chunks - max(known, reply))
+        return min(chunks, len(found.keys)) if wanted else found.prompt_chunks
 
     def _tables(self, state: RequestState, step: ScheduledStep) -> Tables:
         """Return a request's block tables; of a window an engine keeps only the needed blocks."""
@@ -523,8 +529,8 @@ class SaveScheduler:
         # scheduled tokens after the last known one are guesses
         complete = min(computed + scheduled.tokens, request.num_tokens)
         stop = min(complete // size, found.prompt_chunks)
-        if self._config.save_generated and complete // size > stop:
-            stop = self._with_reply(request, found, complete)
+        if self._replies is not None and complete // size > stop:
+            stop = self._with_reply(request, found, complete, self._replies)
         stop = max(first, stop)
         state.next_save = stop
         if stop == first and not reused:

@@ -21,7 +21,7 @@ from vua.connector.config import ConnectorConfig
 from vua.connector.events import KVEventPublisher
 from vua.connector.load_policy import NOTHING_STORED, TO_COMPARE, LoadPolicy
 from vua.connector.log import ROOT, logger
-from vua.connector.lookup import Lookup, Lookups, StepPatience
+from vua.connector.lookup import Lookup, Lookups, StepPatience, answer_early
 from vua.connector.media import Media
 from vua.connector.metadata import (
     ConnectorMetadata,
@@ -94,6 +94,8 @@ class SchedulerSide:
         """Whether there is a namespace: the two below then exist."""
         self.namespace: Namespace
         self.lookups: Lookups
+        self._early: list[Lookup] = []
+        """Lookups of requests that came while the namespace was being opened."""
         self._ready_s: float | None = None
         """When orders begin although not all workers have reported that they have opened it;
         infinite until the first request. None: all have."""
@@ -130,6 +132,14 @@ class SchedulerSide:
             self._use(*opened)
             if self._workers_open[opened.model.identity.namespace] < self.model.workers:
                 self._ready_s = math.inf
+        elif self._opening.soon:
+            return
+        waiting, self._early = self._early, []
+        for lookup in waiting:
+            if self._open:
+                self.lookups.submit(lookup)
+            else:
+                lookup.leave("paused")
 
     def _use(self, model: Model, namespace: Namespace) -> None:
         self.model, self.namespace = model, namespace
@@ -140,7 +150,7 @@ class SchedulerSide:
             count=self._count_hint,
             clock=self._clock,
         )
-        self._saves.use(model, self.witness)
+        self._saves.use(model, self.witness, self.lookups.replies)
         self._open = True
 
     def _count_hint(self, outcome: str) -> None:
@@ -366,6 +376,10 @@ class SchedulerSide:
             pass  # it wants nothing
         elif self._open:
             self.lookups.ask(lookup)
+        elif self._opening.soon:
+            self._early.append(lookup)
+        elif self._opening.searching:
+            answer_early(lookup, self.model, self._config)
         else:
             lookup.leave("unidentified")
         return lookup

@@ -15,6 +15,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Final
@@ -57,6 +58,7 @@ from vua.io.pool import Breaker, Job, Pool
 from vua.io.words import counted
 from vua.store.agreement import Agreement
 from vua.store.store import UNJUDGED
+from vua.weights import Identification, Weights
 
 
 @dataclass(frozen=True, slots=True)
@@ -204,13 +206,15 @@ class WorkerSide:
         rank: Rank,
         watch: GoneChunks | None = None,
         memory: EngineState | None = None,
+        identification: Identification | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Move the rectangles that ``rank`` holds.
 
         The namespace is opened now if it is known, else in the background as soon as the
-        scheduler's half names it. Until it is open, loads end without a token, and saves must be
-        ordered again.
+        scheduler's half names it, or the search ends. Until it is open, loads end without a token.
+        Chunks to save are copied, as far as there are buffers, and written once it is open for the
+        first time; the rest must be ordered again.
 
         Args:
             model: the engine's KV cache.
@@ -218,6 +222,8 @@ class WorkerSide:
             rank: which worker this is.
             watch: told of chunks that are gone; None: no events.
             memory: this worker's weights and adapters; None: constant weights, no adapters.
+            identification: the search for the weights, where this process makes one: an engine
+                without a request takes no step that names the namespace.
             clock: returns seconds.
         """
         self._model, self._config, self._clock = model, config, clock
@@ -233,7 +239,9 @@ class WorkerSide:
         self.watch = watch
         for group in self.groups:
             group.watch = watch
-        self._opening = Opening(model, config, clock=clock)
+        self._holds = not model.identified
+        """Whether chunks are copied before it is known where they are stored."""
+        self._opening = Opening(model, config, then=self._has_opened, clock=clock)
         if (opened := self._opening.take()) is not None:
             self._use(opened)
         self._loads = Pool[LoadOrder](
@@ -263,6 +271,24 @@ class WorkerSide:
         self._failed_blocks: set[int] = set()
         self._registered = False
         self.gds: Gds | None = None
+        self._identification = identification
+        if identification is not None:
+            identification.answer.add_done_callback(self._identified)
+
+    def _identified(self, answer: Future[Weights]) -> None:
+        """Open the namespace for what was copied, on the thread of the search."""
+        if answer.exception() is not None:  # the scheduler's half says why
+            self._holds = False
+        elif self._holds and self._opening.identity is None:
+            self._opening.begin(self._model.with_weights(answer.result().fingerprint).identity)
+
+    def _has_opened(self, opened: OpenedNamespace) -> None:
+        """Have what was copied before written, on the thread that has opened its namespace."""
+        if self._holds:
+            self._holds = False
+            same = opened.model.identity.epoch == self._model.identity.epoch
+            stores = zip(opened.namespace.stores, self.groups, strict=True)
+            self.saves.release([ShardFiles(store, group.shard) for store, group in stores] * same)
 
     def _follow(self, identity: Identity | None) -> bool:
         """Open the stores of an identity in the background; whether they are open. Never waits.
@@ -380,14 +406,17 @@ class WorkerSide:
         def left_s(share: float = 1.0) -> float:
             return max(0.0, stop_s - time.monotonic() - (1 - share) * drain_s)
 
+        if self._holds and self._identification is not None and self.saves.pending:
+            self._opening.wait(left_s(_IO_SHARE))
         self._opening.close()
         self._loads.close(timeout_s=left_s(_IO_SHARE))  # saves continue meanwhile
         self._comparisons.close(left_s(_IO_SHARE))
         if chunks := self.saves.close(left_s(_IO_SHARE)):
             log.warning(
-                "VUA: the engine ends, and %s not stored: the storage did not take them within "
-                "%g s (timeouts.drain_s)",
-                *(counted(chunks, "chunk", "is", "are"), drain_s),
+                "VUA: the engine ends, and %s not stored: %s within %g s (timeouts.drain_s)",
+                counted(chunks, "chunk", "is", "are"),
+                "the storage did not take them" if self._opening.identity else "they had no name",
+                drain_s,
             )
         for group in self.groups:
             group.close()
@@ -570,7 +599,8 @@ class WorkerSide:
         if not orders.saves:
             return
         able = self._registered and current
-        if not (able and is_open):
+        holds = self._holds and orders.epoch in (self._model.identity.epoch, None)
+        if not able or not (is_open or holds):
             self.saves.refuse(orders.saves, self.groups, again=able)
             return
         self._memory.record_adapters()

@@ -107,8 +107,9 @@ _MAX_HOLES: Final = 1000
 @dataclass(frozen=True, slots=True)
 class _Save:
     group: GroupTransfer
-    files: ShardFiles
-    """Taken when they are copied: after a reset they must not get into the new epoch."""
+    files: ShardFiles | None
+    """Taken when they are copied: after a reset they must not get into the new epoch. None: not
+    known then, see `WriteQueue.release`."""
     keys: Sequence[ChunkKey]
     buffers: Sequence[Any]
     """One for each, adjacent in memory."""
@@ -176,6 +177,10 @@ class WriteQueue:
         )
         self._lock = threading.Lock()
         self._copied: list[_Save] = []
+        self._held: list[_Save] = []
+        """Copied before it was known where to write them."""
+        self._first_files: Sequence[ShardFiles] | None = None
+        """Where those are written, by the numbers of their groups; empty: nowhere."""
         self.pending = 0
         """How many chunks are copied out and not yet written."""
         self._count_pending(0)  # the metric is there from the first step on
@@ -267,6 +272,7 @@ class WriteQueue:
         proven: Callable[[], bool],
     ) -> list[_Save]:
         keys = [key for key in keys if not self._behind_hole(order, key)]
+        files: ShardFiles | None = getattr(group, "files", None)
         taken: list[Any] = []
         for key in keys:
             paused = not self._breaker.allows()
@@ -275,14 +281,16 @@ class WriteQueue:
                 left = len(keys) - len(taken)
                 outcome = "paused" if paused else "dropped"
                 self._stats.add("vua_chunks_saved_total", left, outcome)
-                if not paused:
+                if not paused and files is None:
+                    self._warn_once("early", "until the weights are known, no more prompts fit")
+                elif not paused:
                     self._warn_once("full", "storage is slower than the engine")
                 self._leave(order, key.start, left, again=not paused)
                 break
             taken.append(buffer)
         if not taken:
             return []
-        whole = _Save(group, group.files, keys[: len(taken)], taken, proven, order, order.hints.pin)
+        whole = _Save(group, files, keys[: len(taken)], taken, proven, order, order.hints.pin)
         apart = [at for at in range(1, len(taken)) if taken[at - 1].number + 1 != taken[at].number]
         return [whole.part(*ends) for ends in pairwise((0, *apart, len(taken)))]
 
@@ -334,13 +342,20 @@ class WriteQueue:
                     if self._holes[request_id].again:  # otherwise some of it may still wait
                         del self._holes[request_id]
 
-    def hand_over(self) -> None:
-        """Start writing the copied chunks.
+    def hand_over(self, held: Sequence[_Save] = ()) -> None:
+        """Start writing the copied chunks; or those ``held`` back before, on any thread.
 
         Only now, since threads that write beside the copies take cores, memory bandwidth and the
         GIL from the engine's thread, which waits for the copies ("caller blocked" in C3).
         """
-        copied, self._copied = self._copied, []
+        copied = held
+        if not held:
+            copied, self._copied = self._copied, []
+        if any(save.files is None for save in copied):
+            with self._lock:
+                if self._first_files is None:
+                    self._held += copied
+                    return
         saves = [part for save in copied for part in self._parts(save)]
         for at, save in enumerate(saves):
             try:
@@ -349,6 +364,16 @@ class WriteQueue:
                 self._warn_once("threads", f"chunks are not stored: {problem}")
                 self._lose(saves[at:])
                 return
+
+    def release(self, files: Sequence[ShardFiles]) -> None:
+        """Write what was copied before it was known where; for any thread, once.
+
+        ``files``: those of each group; empty: it is not written.
+        """
+        with self._lock:
+            self._first_files, held, self._held = files, self._held, []
+        if held:
+            self.hand_over(held)
 
     def _parts(self, save: _Save) -> Iterator[_Save]:
         """Divide chunks into as many parts as there are threads, none of them large.
@@ -374,10 +399,11 @@ class WriteQueue:
         try:
             save.group.fetch(save.buffers)
             wanted = [key for key in save.keys if not self._behind_hole(save.order, key)]
-            files = save.files
+            first = self._first_files
+            files = save.files or (first[save.group.number] if first else None)
             if not wanted:
                 rest = "dropped"
-            elif not save.proven():
+            elif files is None or not save.proven():
                 rest = "reset"
             else:
                 memory, name = save.group.save_buffers.memory, save.group.writer

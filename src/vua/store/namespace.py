@@ -247,6 +247,13 @@ class Namespace:
         return KeyChain(ids, self.layouts[0].chunk_tokens, extras, naming)
 
 
+def open_names(
+    ids: bytes, chunk_tokens: int, extras: Mapping[int, Sequence[tuple[str, bytes]]]
+) -> KeyChain:
+    """As `Namespace.keys`, where no key makes names secret: they depend on no namespace."""
+    return KeyChain(ids, chunk_tokens, extras)
+
+
 def _passes(root: Path, security: Security) -> bool:
     """Whether a directory, if it exists, belongs to a trusted user. Raises StorageError."""
     try:

@@ -557,6 +557,7 @@ class PrefixCache:
         cache: DynamicCache,
         *,
         attention_mask: torch.Tensor | None = None,
+        prompt_columns: int | None = None,
     ) -> int:
         """Store the whole chunks that ``cache`` holds, except those already stored.
 
@@ -569,6 +570,8 @@ class PrefixCache:
                 not for what beams generated.
             attention_mask: 0 for padding, (B, T) or shorter, as passed to `generate`. By default no
                 padding.
+            prompt_columns: of ``input_ids``; what follows was generated, and is stored as long as
+                later prompts begin with what was. By default all is stored.
 
         Returns:
             How many chunks were written; none before the model is identified, since `generate` does
@@ -620,10 +623,11 @@ class PrefixCache:
                     )
                 return True
 
+            prompt = None if prompt_columns is None else prompt_columns - row.padding
             if stores is None:
-                self._keep(state, ids, mine, may)
+                self._keep(state, ids, mine, may, prompt)
             else:
-                written += stores.save(ids, mine, _Once(may), known)
+                written += stores.save(ids, mine, _Once(may), known, prompt)
         return written
 
     def _keep(
@@ -632,6 +636,7 @@ class PrefixCache:
         ids: torch.Tensor,
         layers: Sequence[LayerCache],
         may: Callable[[], bool],
+        prompt: int | None,
     ) -> None:
         if not may():
             return
@@ -640,7 +645,7 @@ class PrefixCache:
             held, contents = ids.clone(), sums(self._model)
             copied = [LayerCache(k.to("cpu", copy=True), v.to("cpu", copy=True)) for k, v in layers]
             same = _Once(lambda: contents == state.sums)
-            return lambda stores: stores.save(held, copied, same, 0)
+            return lambda stores: stores.save(held, copied, same, 0, prompt)
 
         state.stored.keep(sum(layer.k.nbytes + layer.v.nbytes for layer in layers), copy)
 

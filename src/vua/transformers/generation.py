@@ -152,7 +152,7 @@ class _Generate:
             sequences = sequences[:, : _common_length(sequences, ids.shape[1], config.eos_token_id)]
         if mask is not None:
             mask = mask.repeat_interleave(len(sequences) // len(mask), dim=0)
-        self._prefixes.save(sequences, cache, attention_mask=mask)
+        self._prefixes.save(sequences, cache, attention_mask=mask, prompt_columns=ids.shape[1])
 
 
 class _Call(NamedTuple):

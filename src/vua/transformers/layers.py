@@ -20,6 +20,7 @@ from vua.connector import prefix_match
 from vua.connector.cache_spec import Group, Model
 from vua.connector.config import ConnectorConfig
 from vua.connector.load_policy import LoadPolicy
+from vua.connector.replies import Replies
 from vua.connector.savings import Savings
 from vua.connector.setup import devices
 from vua.format.identity import Identity
@@ -95,7 +96,7 @@ class StoredLayers:
         self._layers = sum(len(group.layers) for group in groups)
         self._buffers = BufferPool(VUAConfig.buffer_bytes)
         self._opened = LazyNamespace(root, identity, Access(durable=durable))
-        self._lock = new_lock()
+        self._lock, self._replies = new_lock(), Replies()
         self.misfits = False
         """Whether something of another shape was found there."""
         self._told = False
@@ -117,6 +118,7 @@ class StoredLayers:
             if (namespace := self._to_read()) is None:
                 return 0
             keys = namespace.keys(token_ids(ids))
+            self._replies.asked(keys.run(0, len(keys)).prefix_hashes)
             tokens = len(keys) * model.chunk_tokens
             return prefix_match.find(
                 *(model, namespace.stores, keys, tokens + 1), window_every_tokens=None
@@ -202,6 +204,7 @@ class StoredLayers:
         layers: Sequence[LayerCache],
         may: Callable[[], bool],
         loaded: int = 0,
+        prompt: int | None = None,
     ) -> int:
         """Store whole chunks that are not stored yet; return for how many something was written.
 
@@ -213,6 +216,8 @@ class StoredLayers:
             may: asked before something is written; False: nothing is.
             loaded: tokens that :meth:`read` returned. They are stored if a lookup finds them, too;
                 what is computed after a hole is stored from the hole on.
+            prompt: tokens of the prompt; what follows was generated, and is stored as long as
+                later prompts begin with such tokens (`vua.connector.replies`). None: all of it.
 
         Raises:
             LayoutError: the directory holds other shapes for this model.
@@ -229,6 +234,11 @@ class StoredLayers:
             if group in self._model.leading
         ]
         stored = min(store.lookup(keys) for store in leading)
+        if prompt is not None and len(keys) > (reply := prompt // size):
+            new = len(keys) - max(reply, stored)
+            if new > 0 and not self._replies.wanted(keys[reply].prefix_hash, new):
+                ids, stored = ids[: reply * size], min(stored, reply)
+                keys = namespace.keys(token_ids(ids))
         # Before anything is evicted for the rest.
         namespace.stores[0].used(keys, stored, wait=stored < len(keys), storing=True)
         known = held = min(stored, loaded // size)

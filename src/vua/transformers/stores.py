@@ -175,11 +175,12 @@ class Stores:
         layers: Sequence[LayerCache],
         may: Callable[[], bool],
         loaded: int = 0,
+        prompt: int | None = None,
     ) -> int:
         """As `StoredLayers.save`, where what was computed is stored, see `Engine.takes`."""
         shared = self._shared is not None and self._shared[1].takes(ids)
         where = self._shared[1].stored if self._shared and shared else self._own()[1]
-        return where.save(ids, layers, may, loaded)
+        return where.save(ids, layers, may, loaded, prompt)
 
     def close(self) -> None:
         if self._settled is not None:

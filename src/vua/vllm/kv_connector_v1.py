@@ -233,7 +233,8 @@ class VUAStorageConnector_V1(KVConnectorBase_V1, SupportsHMA):  # noqa: N801
     ) -> None:
         """Read the settings and begin to identify the engine's weights.
 
-        Waits for the identification some seconds at most: the namespace is opened when it ends.
+        Does not wait for the identification (a second at most): the namespace is opened when it
+        ends.
 
         Raises ConfigError for unusable settings, an unusable path, an unknown version of vLLM, or a
         model that vLLM does not start with a connector, so that a mistake appears at start-up. An
@@ -328,7 +329,7 @@ class VUAStorageConnector_V1(KVConnectorBase_V1, SupportsHMA):  # noqa: N801
             self._ahead = Identification(partial(find_weights, vllm_config))
         memory = memory_of(vllm_config)
         self._model = memory.model
-        return WorkerSide(model, self._config, rank, watch, memory)
+        return WorkerSide(model, self._config, rank, watch, memory, self._ahead)
 
     @contextmanager
     def _guarded(self) -> Generator[None]:

@@ -18,16 +18,19 @@ import pytest
 from helpers import SOON_S, keys_of, noise, save_chunk, save_step, until
 from scheduling import LAYOUT, answer, request_of, step
 from vua.connector.cache_spec import Group, Model
-from vua.connector.config import ConnectorConfig, Timeouts
+from vua.connector.config import ConnectorConfig, Timeouts, WorkerResources
 from vua.connector.group_transfer import Rank
 from vua.connector.metadata import ConnectorMetadata, SaveOrder, WorkerOutput
 from vua.connector.opening import Opening
 from vua.connector.scheduler import SchedulerSide
+from vua.connector.weights_watch import EngineState
 from vua.connector.worker import WorkerSide
 from vua.device.buffers import StagingBuffer
 from vua.errors import ConfigError, StorageError
 from vua.format.identity import Identity
 from vua.format.layout import KVLayout
+from vua.security.keyring import write_key
+from vua.security.settings import Security
 from vua.store.namespace import Namespace
 from vua.store.store import Loader, LoadResult
 from vua.weights import Identification, Weights
@@ -97,25 +100,86 @@ class UntilKnownTest(unittest.TestCase):
         side.add_saves(orders, step({name: 0}))
         return orders
 
-    def test_before(self) -> None:
-        """A request that comes before is a miss, and not stored. One line tells what was read."""
-        self.config = replace(self.config, timeouts=Timeouts(lookup_s=SOON_S))
-        with self.assertLogs("vllm.vua.scheduler", "INFO") as logs:
-            side = self.side()
-            before = self.orders(side, "before")
-            self.assertEqual(([], [], None), (before.loads, before.saves, before.identity))
-            self.assertEqual([], [*self.root.glob("*")])
-            expected = self.model().with_weights(NO_FILES.fingerprint).identity
-            side.learn(WorkerOutput(opened={expected.namespace: 1}))  # it may be first
-            self.known()
-            after = self.orders(side, "after")
+    def test_ordered_before(self) -> None:
+        """A request that comes before is a miss; what it computes is ordered all the same.
 
-        self.assertEqual([4], [len(part) for save in after.saves for _, part in save.parts])
-        self.assertEqual(expected, after.identity)
-        counted = side.take_stats()["vua_lookups_total"]
-        self.assertEqual({"unidentified": 1, "miss": 1}, counted)
-        told = "weights identified in 0.5 s (1.0 of 2.0 MB read"
-        self.assertEqual(1, sum(told in line for line in logs.output))
+        Not where names need a key, which is the namespace's own. One line tells what was read.
+        """
+        key = self.root / "key"
+        write_key(key)
+        for keys in ({}, {"key_file": str(key)}):
+            path = self.root / f"{len(keys)}"
+            self.config = replace(
+                self.config,
+                shared_storage_path=str(path),
+                security=Security(**keys),
+                timeouts=Timeouts(lookup_s=SOON_S),
+            )
+            with self.subTest(keys), self.assertLogs("vllm.vua.scheduler", "INFO") as logs:
+                self.go.clear()
+                side = self.side()
+                before = self.orders(side, "before")
+                self.assertEqual(([], None), (before.loads, before.identity))
+                self.assertEqual([], [*path.glob("*")])
+                expected = self.model().with_weights(NO_FILES.fingerprint).identity
+                side.learn(WorkerOutput(opened={expected.namespace: 1}))  # it may be first
+                self.known()
+                after = self.orders(side, "after")
+
+                ordered = [
+                    [len(part) for save in orders.saves for _, part in save.parts]
+                    for orders in (before, after)
+                ]
+                self.assertEqual([[], [4]] if keys else [[4], []], ordered)  # each chunk once
+                self.assertEqual(expected, after.identity)
+                counted = side.take_stats()["vua_lookups_total"]
+                self.assertEqual({"unidentified": 1, "miss": 1}, counted)
+                told = "weights identified in 0.5 s (1.0 of 2.0 MB read"
+                self.assertEqual(1, sum(told in line for line in logs.output))
+
+    def test_kept_by_a_worker(self) -> None:
+        """What was copied before is stored when the search ends, without a step; if it is right.
+
+        Bounded by the buffers for saves.
+        """
+        from vua.vllm import page_layout
+
+        def fail() -> Weights:
+            raise ConfigError("cannot be told")
+
+        layout = KVLayout(1, 2048, 8, 4, "F32", 16)  # a chunk is 1.5 MiB
+        cases: tuple[tuple[str, dict[str, Any], int, int], ...] = (
+            ("stored", {}, 3, 3),
+            ("no space", {"mib": 3}, 2, 2),
+            ("not known", {"end": fail}, 3, 0),
+            ("other weights", {"proof": lambda: lambda: False}, 3, 0),
+            ("a reset before", {"epoch": "later"}, 0, 0),
+        )
+        for name, change, kept, stored in cases:
+            with self.subTest(name):
+                self.go.clear()
+                root = self.root / name
+                work = WorkerResources(max_pending_save_mib=change.get("mib", 0))
+                config = ConnectorConfig(
+                    shared_storage_path=str(root), chunk_tokens=16, worker=work
+                )
+                memory, end = EngineState(), change.get("end", lambda: NO_FILES)
+                memory.proof = change.get("proof", memory.proof)  # type: ignore[method-assign]
+                search = Identification(lambda _, end=end: (self.go.wait(60), end())[1])
+                model = self.model(layout=layout)
+                worker = WorkerSide(model, config, Rank(0, 0), None, memory, search)
+                layers = {"model.layers.0": noise(4, 2048, 16, 12)}
+                worker.register(layers, {"model.layers.0": 0}, {"model.layers.0": 0}, page_layout)
+                saves = [SaveOrder([[1, 2, 3]], [(0, keys_of(range(48), 16))], request_id="r")]
+                orders = ConnectorMetadata(saves=saves, epoch=change.get("epoch", ""))
+                save_step(worker, orders)
+                self.assertEqual([], [*root.glob("*")])
+                self.assertEqual(kept, worker.saves.pending)
+                self.go.set()
+                search.wait(60)
+                until(lambda w=worker, n=name: n == "not known" or not w.saves.pending)
+                self.assertEqual(stored, len([*root.rglob("*.safetensors")]))
+                worker.shutdown()
 
     def test_a_storage_that_gives_other_bytes(self) -> None:
         """An engine that is not trusted tries it; nothing of the trial is left."""

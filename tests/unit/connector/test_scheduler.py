@@ -464,6 +464,33 @@ class SchedulerTest(unittest.TestCase):
 
         self.assertEqual([[0, 16, 32], [96, 48, 64, 80], [144, 96, 112, 128]], found)
 
+    def test_generated_chunks_without_a_hit(self) -> None:
+        """Generated chunks are stored until 256 brought no hit, and again after a hit."""
+
+        def told(name: str, first: int, *, prompt: int = 16) -> int:
+            """How many generated chunks of a request are stored."""
+            ids = [first, *range(336)][:336]
+            request = request_of(name, num_prompt_tokens=prompt, num_output_tokens=0)
+            request.prompt_token_ids, request.num_tokens = ids[:prompt], prompt
+            request.all_token_ids = ids
+            answer(side, request)
+            self.saved(side, request, 0, prompt)
+            request.num_tokens, stored = 336, 0
+            for tokens in range(prompt, 336, 16):
+                stored += len(self.saved(side, request, tokens, 16))
+            side.finished(request)
+            return stored
+
+        side = self.side(save_generated=True)
+        with self.assertLogs("vllm.vua.scheduler", "WARNING") as lines:
+            found = [told(str(number), number) for number in range(30)]
+        self.assertEqual([20] * 16 + [1] + [0] * 13, found)
+        self.assertEqual(1, len(lines.output))
+        self.assertIn("save_generated", lines.output[0])
+
+        told("29 goes on", 29, prompt=100)  # a reply that was not stored
+        self.assertEqual([20] * 10, [told(str(number), number) for number in range(30, 40)])
+
     def test_client_limits_loads(self) -> None:
         """A client may have less loaded than is stored, or nothing."""
         side = self.side()
