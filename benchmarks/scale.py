@@ -221,7 +221,7 @@ def work_lock(place: str, name: str, bursts: int) -> dict[str, Any]:
         return evictor.evict(nbytes, next_tick_ns(upkeep)).chunks
 
     def search() -> int:
-        evictor.prepare(next_tick_ns(upkeep), lambda: None)
+        evictor.search(next_tick_ns(upkeep))
         return 0
 
     def measured(work: Callable[[], int]) -> dict[str, float]:

@@ -32,7 +32,7 @@ import numpy.typing as npt
 from lab.replay import Request, read
 from lab.simulation import LRU, Dense, Outcome, Past, Policy, SimulatedStore, leading
 from vua.capacity.lru import MTIME_STEP_NS
-from vua.capacity.scan import HIGHEST, Candidates, Rank, Sweep, by_mtime
+from vua.capacity.scan import HIGHEST, Candidate, Rank, Sweep, by_mtime
 from vua.capacity.spaces import Column
 from vua.native import ChunkNames
 
@@ -50,11 +50,9 @@ RANKED_S: Final = 60.0
 twenty times what either took."""
 STEP_BLOCKS: Final = 2
 """Blocks that go while a sweep beside them looks at a folder: 3,000 in a second, of 65,537."""
-BURST: Final = 64
-"""So often, in blocks, what a sweep has found meanwhile is taken in."""
 _FANS: Final = 256
 _MIX: Final = 0x9E3779B97F4A7C15
-_UNKNOWN: Final = -(1 << 62)
+_END_NS: Final = 1 << 62
 
 
 def tenants(requests: Sequence[Request], many: int, seed: int = 0) -> list[Request]:
@@ -114,7 +112,7 @@ class Learned:
 
     def __init__(self, past: Past) -> None:
         """Learn nothing by itself: ``past`` does."""
-        self.past, self.made_ns, self.rank = past, 0, by_mtime
+        self.past, self.made_ns, self.rank = past, 0, by_mtime(_END_NS)
 
     def at(self, now_ns: int) -> int:
         """Make ranks where those that there are, are old; return when they were made."""
@@ -123,12 +121,12 @@ class Learned:
         density, made_ns = self.past.density, now_ns
         worths = density.worths(now_ns / 1e9)
         known, rows = density.in_order()
-        ranks = (worths[rows] * 1e17).astype(np.int64)
+        ranks, unknown = (worths[rows] * 1e17).astype(np.int64), by_mtime(_END_NS)
 
         def rank(chunks: ChunkNames, mtimes_ns: Column) -> Column:
             names = chunks.numbers()
             at = np.minimum(np.searchsorted(known, names), len(known) - 1)
-            old = np.where(known[at] == names, ranks[at], mtimes_ns + _UNKNOWN)
+            old = np.where(known[at] == names, ranks[at], unknown(chunks, mtimes_ns))
             found: npt.NDArray[np.int64] = np.where(mtimes_ns >= made_ns, HIGHEST - 1, old)
             return found
 
@@ -150,10 +148,9 @@ class Swept(Policy):
         super().__init__(capacity)
         self._learned, self._wanted = learned, victims
         self.folders = Fanned()
-        self._by_name = {Fanned.name: self.folders}
-        self._sweep: Sweep | None = None
-        self._pool, self._at = Candidates.of(()), 0
-        self._now_ns = self._ranked_ns = self._steps = 0
+        self._pool: list[Candidate] = []
+        self._now_ns = self._ranked_ns = 0
+        self._sampled = 0  # victims of samples, since the last sweep to its end
         self.gone = 0
         """Blocks that were evicted."""
 
@@ -174,50 +171,28 @@ class Swept(Policy):
     def victim(self) -> int:
         """Return the block that is to go."""
         self._rank_anew()
-        self._go_on()
         while True:
-            while self._at < len(self._pool):
-                one = self._pool[self._at]
-                self._at += 1
+            while self._pool:
+                one = self._pool.pop()
                 block = int(one.chunk[:16], 16)
                 if self.folders.mtimes_ns.get(block) == one.mtime_ns:
+                    self._sampled += 1
                     return block
-            self._search()
+            sweep = Sweep([self.folders], self._wanted, self._rank)
+            if self._sampled >= _FANS * STEP_BLOCKS:  # it has ended beside them
+                sweep.drain(lambda: None)
+                self._sampled = 0
+            self._pool = [Candidate.of(one) for one in sweep.victims()[::-1]]
 
     @property
     def _rank(self) -> Rank:
-        return by_mtime if self._learned is None else self._learned.rank
-
-    def _search(self) -> None:
-        if self._sweep is None:
-            self._sweep = Sweep([self.folders], self._wanted, self._rank)
-        while not (self._sweep.found or self._sweep.is_done):
-            self._sweep.step(self._by_name)
-        self._take(self._sweep)
-
-    def _go_on(self) -> None:
-        """Let a sweep that is to come to its end look at one folder more, now and then."""
-        self._steps += 1
-        if self._sweep is None or self._steps % STEP_BLOCKS:
-            return
-        if not self._sweep.is_done:
-            self._sweep.step(self._by_name)
-        if self._sweep.is_done or not self._steps % BURST:
-            self._take(self._sweep)
-
-    def _take(self, sweep: Sweep) -> None:
-        self._order(Candidates.joined([self._pool[self._at :], sweep.take()]))
-        self._sweep = None if sweep.is_done else sweep
-
-    def _order(self, found: Candidates) -> None:
-        self._pool, self._at = found.in_order(), 0
+        return by_mtime(_END_NS) if self._learned is None else self._learned.rank
 
     def _rank_anew(self) -> None:
         if self._learned is not None:
             made_ns = self._learned.at(self._now_ns)
             if made_ns != self._ranked_ns:
-                self._ranked_ns, self._sweep = made_ns, None
-                self._order(Candidates.of(()))  # they are too old
+                self._ranked_ns, self._pool = made_ns, []  # they are too old
 
 
 class Directory(SimulatedStore):

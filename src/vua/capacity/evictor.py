@@ -5,7 +5,7 @@ Chunks depend on each other, and a victim in the middle of a chain leaves all th
 reach. Ranks (:mod:`vua.capacity.policy`) order a chain only if *the* lowest chunk goes first. So
 one sweep over all mtimes (:class:`vua.capacity.scan.Sweep`) gathers the lowest, and these are
 evicted in order over many bursts, each looked at again first. Who cannot wait for the end of a
-sweep takes the lowest of what it has found so far.
+sweep takes the lowest of a sample.
 `docs/decisions/0004-bounds.md` and `0063-one-sweep-for-all.md` have the measurements.
 """
 
@@ -15,13 +15,15 @@ import contextlib
 import logging
 import os
 import time
+from bisect import bisect_left
 from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Final
 
 import numpy as np
+import numpy.typing as npt
 
 from vua.capacity import marks
 from vua.capacity.lease import (
@@ -32,7 +34,7 @@ from vua.capacity.lease import (
     upkeep_directory,
 )
 from vua.capacity.listing import ancestors
-from vua.capacity.lru import MTIME_STEP_NS, is_unchanged, mtime_ns_of, set_mtime
+from vua.capacity.lru import is_unchanged, mtime_ns_of
 from vua.capacity.marks import is_unsent
 from vua.capacity.policy import LRU, RETAINED_RANK
 from vua.capacity.removal import (
@@ -46,11 +48,10 @@ from vua.capacity.removal import (
     ordinary_chunk,
     told_immovable,
 )
-from vua.capacity.scan import Candidate, Candidates, Sweep, by_mtime
+from vua.capacity.scan import FUTURE_NS, Candidate, Candidates, Sweep, names_of
 from vua.capacity.spaces import Space, chunk_nbytes, spaces
 from vua.io.posix import closing_fd
-from vua.native import LATEST_NS
-from vua.native.entries import delete_chunks
+from vua.native.entries import Deletions, delete_chunks
 from vua.storage.description import is_unknown
 from vua.storage.names import chunk_path
 
@@ -58,49 +59,44 @@ log = logging.getLogger(__name__)
 
 _VICTIMS: Final = 1 << 16
 """Victims that one sweep gathers at least. With a million chunks it takes 2 s or more."""
+_MORE: Final = 8
+"""So many times as many are gathered by the next sweep where all of one's stayed."""
 AT_ONCE: Final = 1 << 16
 """With at most so many chunks the exact lowest are searched for, even while a writer waits."""
 SHARED: Final = 1 << 14
 """With fewer chunks each process looks for itself: that is as fast as reading a shared list."""
-_FUTURE_NS: Final = 10 * 10**9
-"""An mtime further ahead of the server's clock than this means that the clock was set back."""
-_LATEST_NS: Final = 1 << 62
+_ANY_TIME_NS: Final = 1 << 62
 """Later than any time: then only the mtime tells whether a chunk changed. For chunks whose own time
-to live is over, and after a pass that had to set times itself."""
+to live is over, and where the clock was set back."""
 _PASSES_SHARE: Final = 1 / 20
-"""Share of the time that sweeps may take if ranks change: their results are used longer then."""
+"""Share of the time that sweeps may take: ranks change, but their results are used that long."""
 PINNED_SHARE: Final = 0.5
 """Share of the limit that pinned and retained chunks may hold. Beyond it those of the lowest rank
 are evicted when space is needed."""
-_IMMOVABLE_S: Final = 600.0
-"""Interval of retrying chunks that could not be deleted."""
 _PULSE_CHUNKS: Final = 16
 """Chunks deleted between two calls of `pulse`, where each is looked at."""
 _AT_A_TIME: Final = 128
 """Chunks deleted by one call at most, which ends after 20 ms: see `vua.native.entries`."""
 
 
-def move_future_mtimes(
-    ahead: Sequence[Candidate], by_name: Mapping[str, Space], now_ns: int, latest_ns: int
-) -> int | None:
-    """Set mtimes after ``latest_ns`` to just before ``now_ns``, keeping their order.
-
-    Returns the first of the new mtimes; None if there was none to change, or none could be.
-    """
-    first = None
-    for place, one in enumerate(ahead):
-        fd = by_name[one.space].fd
-        if one.mtime_ns > latest_ns and mtime_ns_of(fd, one.chunk) == one.mtime_ns:
-            mtime_ns = now_ns - (len(ahead) - place) * MTIME_STEP_NS
-            with contextlib.suppress(OSError):
-                set_mtime(fd, one.chunk, mtime_ns)
-                first = mtime_ns if first is None else first
-    return first
-
-
 def ours(found: Sequence[Space]) -> list[Space]:
     """Return the namespaces without those of another version of VUA."""
     return [space for space in found if not is_unknown(space.fd, space.name)]
+
+
+@dataclass(slots=True)
+class _Run:
+    """The arguments of one call of `Evictor.evict`, which documents them."""
+
+    by_name: Mapping[str, Space]
+    nbytes: int
+    now_ns: int
+    before_ns: int | None
+    pins_nbytes: int | None
+    pulse: Callable[[DeletionTotals], None]
+    freed: DeletionTotals = NOTHING
+    takes_unsent: bool = True
+    """Whether chunks go that have not travelled: nothing else may be left."""
 
 
 class Evictor:
@@ -122,15 +118,14 @@ class Evictor:
         self._is_real = rehearse is None
         self._victims = NO_VICTIMS
         """What is left of what the last search found, here or in another process."""
-        self._sweep: Sweep | None = None
         self.shares = False
         """Whether it evicts for writers, beside other processes: these learn of victims, those
-        that they tell are used, and of very many chunks the lowest found so far go while a sweep is
-        under way, which :meth:`prepare` continues."""
+        that they tell are used, and of very many chunks those of a sample go while none are
+        known."""
         self._kept: set[tuple[str, str]] = set()
-        """Chunks that stayed, and their prefixes, as (namespace, chunk), until the next pass."""
+        """Chunks that stayed, and their prefixes, as (namespace, chunk), until the next search."""
         self._held: deque[tuple[Candidate, int]] = deque()
-        """Pinned and retained chunks met since that pass, with their bytes, the lowest first."""
+        """Pinned and retained chunks met since that, with their bytes, the lowest first."""
         self._held_nbytes = 0
         self.evicted: Callable[[Candidate], None] | None = None
         """Called with each chunk that is evicted here."""
@@ -142,48 +137,15 @@ class Evictor:
         go."""
         self.immovable: dict[tuple[str, str], OSError] = {}
         """Chunks, as (namespace, chunk), that could be neither moved nor deleted, and why. They are
-        skipped; occasionally one is tried again."""
-        self._immovable_until_s = 0.0
-        self._warned = False
-        self._spared: list[Candidate] = []
-        """Victims that the last run skipped: of the prompt being stored, or not uploaded yet."""
+        skipped."""
 
     @property
     def left(self) -> int:
         """Number of known victims."""
-        return len(self._victims.found) + (0 if self._sweep is None else self._sweep.found)
+        return len(self._victims.found)
 
-    @property
-    def is_searching(self) -> bool:
-        """Whether a sweep has begun and not ended, which :meth:`prepare` continues."""
-        return self._sweep is not None
-
-    def prepare(self, now_ns: int, pulse: Callable[[], None], *, looks: bool = True) -> None:
-        """Look for victims ahead of need, to the end of a sweep.
-
-        Args:
-            now_ns: the server's time, as :func:`vua.capacity.lru.next_tick_ns` gives it.
-            pulse: called some hundred times; may evict meanwhile, as far as victims are known.
-            looks: else it only takes those that another process has found meanwhile.
-
-        Raises OSError where the directory cannot be listed.
-        """
-        if 0 < self._victims.until_ns <= now_ns:
-            self._forget()
-        if (self._sweep is None and self._adopt(now_ns)) or not looks:
-            return
-        with spaces(self._root) as found:
-            mine = ours(found)
-            by_name = {space.name: space for space in mine}
-            sweep = self._sweep or self._begin(mine, now_ns, _VICTIMS)
-            while self._sweep is sweep and not sweep.is_done:
-                pulse()
-                if self._sweep is sweep and not sweep.is_done:
-                    sweep.step(by_name)
-            if self._sweep is sweep:
-                self._gather(sweep)
-
-    def _adopt(self, now_ns: int) -> bool:
+    def adopt(self, now_ns: int) -> bool:
+        """Take the victims that another process has found since the last search, if any."""
         if not self.shares:
             return False
         with closing_fd(upkeep_directory(self._root)) as directory:
@@ -191,10 +153,59 @@ class Evictor:
         if told is None:
             return False
         with spaces(self._root) as found:
-            mine = {space.name for space in ours(found)}
-        is_mine = np.array([space in mine for space in told.found.spaces.tolist()], dtype=bool)
-        self._use(told._replace(found=told.found.only(is_mine)))
-        return bool(self._victims.found)
+            mine = [space.name.encode() for space in ours(found)]
+        self._use(told._replace(found=told.found[np.isin(told.found["space"], mine)]))
+        return bool(self.left)
+
+    def search(
+        self,
+        now_ns: int,
+        pulse: Callable[[], None] = lambda: None,
+        *,
+        wanted: int = 0,
+        whole: bool = True,
+    ) -> bool:
+        """Look for victims: in all chunks, or (not ``whole``) in a sample of very many.
+
+        Args:
+            now_ns: the server's time, as :func:`vua.capacity.lru.next_tick_ns` gives it.
+            pulse: called some hundred times; may evict meanwhile.
+            wanted: how many to find, at least; 0: 65,536.
+            whole: whether to tell other processes, too.
+
+        Returns whether there are chunks that are none. Raises OSError where the directory cannot be
+        listed.
+        """
+        began_s = time.monotonic()
+        with spaces(self._root) as found:
+            mine = ours(found)
+            sweep = Sweep(mine, wanted or _VICTIMS, self._policy.rank(now_ns))
+            whole = whole or not self.shares or sweep.chunks <= AT_ONCE
+            if whole:
+                sweep.drain(pulse)
+                self._drop([name for name, chunks in sweep.counts.items() if not chunks], now_ns)
+        is_set_back = sweep.newest_ns > now_ns + FUTURE_NS
+        took_ns = int((time.monotonic() - began_s) * 1e9)
+        until_ns = now_ns + int(took_ns * (1 + 1 / _PASSES_SHARE))
+        seen_ns = _ANY_TIME_NS if is_set_back else now_ns
+        self._use(Victims(seen_ns, until_ns, sweep.victims()))
+        if self.shares and whole and sweep.chunks >= SHARED and not is_set_back:
+            with contextlib.suppress(OSError), closing_fd(upkeep_directory(self._root)) as fd:
+                tell_victims(fd, self._victims)
+        return not (whole and sweep.takes_all)
+
+    def _use(self, victims: Victims) -> None:
+        self._kept.clear()
+        self._held.clear()
+        self._held_nbytes = 0
+        self._victims = victims
+
+    def _drop(self, empty: Sequence[str], now_ns: int) -> None:
+        if not (empty and self._is_real):
+            return
+        with closing_fd(os.open(self._root, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)) as fd:
+            for name in empty:
+                drop_empty(fd, name, now_ns - int(GRACE_S * 1e9), now_ns)
 
     def evict(
         self,
@@ -207,9 +218,6 @@ class Evictor:
     ) -> DeletionTotals:
         """Delete the chunks of the lowest rank until ``nbytes`` bytes are free.
 
-        Mtimes from the future (the server's clock was set back) are first set to now, in their
-        order: such chunks count as used at that moment.
-
         Args:
             nbytes: how much to free; less is freed when no more may be deleted.
             now_ns: the server's time, as :func:`vua.capacity.lru.next_tick_ns` gives it.
@@ -220,17 +228,110 @@ class Evictor:
 
         Raises OSError if the directory cannot be listed or written to.
         """
-        freed = NOTHING
-        if nbytes <= 0:
-            return freed
-        if 0 < self._victims.until_ns <= now_ns:
-            self._forget()
-        run = _Run(nbytes, now_ns, before_ns, pins_nbytes, pulse, _VICTIMS)
-        freed += self._run(run)
-        if run.has_unsent and freed.nbytes < nbytes:
-            run = replace(run, nbytes=nbytes - freed.nbytes, takes_unsent=True, brought=-1)
-            freed += self._run(run)
-        return freed
+        if nbytes <= 0 or before_ns == 0:
+            return NOTHING
+        if self._victims.until_ns <= now_ns:
+            self._victims = NO_VICTIMS
+        with spaces(self._root) as found:
+            by_name = {space.name: space for space in found}
+            run = _Run(by_name, nbytes, now_ns, before_ns, pins_nbytes, pulse)
+            for run.takes_unsent in (False, True) if self.spares_unsent else (True,):
+                self._run(run)
+        return run.freed
+
+    def _run(self, run: _Run) -> None:
+        """Take known victims, and search for more, until enough is freed or nothing is left."""
+        wanted, before, more = _VICTIMS, -1, True
+        while True:
+            self._take(run)
+            if run.freed.nbytes >= run.nbytes or not more:
+                return
+            stayed = before == run.freed.chunks  # all of the last ones are pinned, or in use
+            wanted, before = wanted * (_MORE if stayed else 1), run.freed.chunks
+            if stayed or not self.adopt(run.now_ns):
+                pulse = partial(self._pulse, run)
+                more = self.search(run.now_ns, pulse, wanted=wanted, whole=stayed)
+
+    @staticmethod
+    def _pulse(run: _Run) -> None:
+        run.pulse(run.freed)
+
+    def _take(self, run: _Run) -> None:
+        """Evict known victims, in order; those that the run spares stay victims."""
+        seen_ns, found = self._victims.seen_ns, self._victims.found
+        some = np.arange(len(found))
+        if run.before_ns is not None:
+            latest_ns = run.now_ns + FUTURE_NS
+            goes = found["mtime_ns"] < run.before_ns
+            if run.before_ns <= latest_ns:  # else the prompt has such a time, too
+                goes |= found["mtime_ns"] > latest_ns
+            some = np.flatnonzero(goes)
+        at, unsent = self._gone(found, some, run.by_name), list[int]()
+        try:
+            while at < len(some) and run.freed.nbytes < run.nbytes:
+                gone = self._take_ordinary(found[some[at : at + _AT_A_TIME]], run, seen_ns)
+                at += gone.settled
+                if not gone.is_unusual:
+                    run.pulse(run.freed)
+                    continue
+                victim = Candidate.of(found[some[at]])
+                at += 1
+                if self.spares_unsent and self._is_spared(victim, run):
+                    unsent.append(int(some[at - 1]))
+                elif victim.rank >= RETAINED_RANK:
+                    run.freed += self._hold(victim, run, seen_ns)
+                else:
+                    run.freed += self._evict(victim, run.by_name, seen_ns, run, gone.aside)
+                if run.freed.chunks % _PULSE_CHUNKS == 0:
+                    run.pulse(run.freed)
+        finally:
+            end = int(some[at - 1]) + 1 if at else 0
+            stays = np.ones(end, dtype=bool)
+            stays[some[:at]], stays[unsent] = False, True
+            left = found[:end][stays]
+            found = np.concatenate([left, found[end:]]) if len(left) else found[end:]
+            self._victims = self._victims._replace(found=found)
+
+    def _gone(
+        self, found: Candidates, some: npt.NDArray[np.intp], by_name: Mapping[str, Space]
+    ) -> int:
+        """Return how many of the first other processes have evicted: in order, too."""
+
+        def is_there(at: int) -> bool:
+            victim = Candidate.of(found[some[at]])
+            space = by_name.get(victim.space)
+            return space is not None and mtime_ns_of(space.fd, victim.chunk) is not None
+
+        if not (self.shares and len(some)) or is_there(0):
+            return 0
+        return bisect_left(range(len(some)), True, key=is_there)  # noqa: FBT003
+
+    def _take_ordinary(self, some: Candidates, run: _Run, seen_ns: int) -> Deletions:
+        """Delete the first victims, several at a time, up to one that has to be looked at."""
+        space = run.by_name.get(some["space"][0].decode())
+        goes = (some["space"] == some["space"][0]) & (some["rank"] < RETAINED_RANK)
+        if self._kept or self.immovable:
+            known = [(one.space, one.chunk) for one in map(Candidate.of, some)]
+            goes &= [one not in self._kept and one not in self.immovable for one in known]
+        some = some[: len(some) if goes.all() else int(goes.argmin())]
+        if space is None or not len(some) or self.spares_unsent or not self._is_real:
+            return Deletions(0, goes[:0], 0, is_unusual=True, aside="")
+        gone = delete_chunks(
+            *(space.fd, names_of(some), some["mtime_ns"], seen_ns),
+            *(run.nbytes - run.freed.nbytes, ordinary_chunk()),
+        )
+        run.freed += DeletionTotals(int(gone.deleted.sum()), gone.nbytes)
+        if self.evicted is not None or log.isEnabledFor(logging.DEBUG):
+            for victim in some[: gone.settled][gone.deleted]:
+                self._tell(Candidate.of(victim))
+        return gone
+
+    def _is_spared(self, victim: Candidate, run: _Run) -> bool:
+        space = run.by_name.get(victim.space)
+        if space is None or not is_unsent(space, victim.chunk):
+            return False
+        self.counts["unsent_evicted"] += run.takes_unsent
+        return not run.takes_unsent
 
     def expire(
         self,
@@ -240,6 +341,8 @@ class Evictor:
     ) -> DeletionTotals:
         """Delete chunks whose own time to live is over (:mod:`vua.capacity.marks`), but for pins.
 
+        So do those of both kinds that were used in the future, as if the clock was set back.
+
         Args:
             now_ns: as for :meth:`evict`.
             expired_ns: delete also all chunks with mtimes before this; 0: none.
@@ -247,294 +350,50 @@ class Evictor:
 
         Raises OSError where the directory cannot be listed or written to.
         """
-        freed = self._expire_own(now_ns, pulse)
-        return freed + self._expire(now_ns, expired_ns, pulse) if expired_ns else freed
+        freed, latest_ns = NOTHING, now_ns + FUTURE_NS
 
-    def _forget(self) -> None:
-        self._victims, self._spared = self._victims._replace(found=Candidates.of(())), []
-
-    def _expire_own(self, now_ns: int, pulse: Callable[[DeletionTotals], None]) -> DeletionTotals:
-        freed = NOTHING
-        with spaces(self._root) as found:
-            by_name = {space.name: space for space in found}
-            latest_ns = now_ns + _FUTURE_NS
-            over, ahead = marks.expired(ours(found), now_ns, latest_ns, tidies=self._is_real)
-            if self._is_real:
-                move_future_mtimes(ahead, by_name, now_ns, latest_ns)
+        def expire(over: Sequence[Candidate], seen_ns: int) -> None:
+            nonlocal freed
             for victim in over:
-                freed += self._evict(victim, by_name, _LATEST_NS, None)
+                space = by_name[victim.space]
+                if (victim.space, victim.chunk) in self.immovable:
+                    continue
+                if self.spares_unsent and is_unsent(space, victim.chunk):
+                    continue
+                seen_ns = _ANY_TIME_NS if victim.mtime_ns > latest_ns else seen_ns
+                freed += self._evict(victim, by_name, seen_ns, None)
                 if freed.chunks % _PULSE_CHUNKS == 0:
                     pulse(freed)
-        return freed
 
-    def _expire(
-        self, now_ns: int, expired_ns: int, pulse: Callable[[DeletionTotals], None]
-    ) -> DeletionTotals:
-        """Delete what was not used since ``expired_ns``, and find victims in the same sweep.
-
-        What follows a chunk in a prompt was not used since then either. So of very many chunks some
-        may go before those that follow them: these go, too.
-        """
-        freed, latest_ns = NOTHING, now_ns + _FUTURE_NS
         with spaces(self._root) as found:
             mine = ours(found)
             by_name = {space.name: space for space in mine}
-            sweep = self._begin(mine, now_ns, _VICTIMS, latest_ns, expired_ns)
-            while True:
-                if sweep.is_done or sweep.expired >= _VICTIMS:
-                    for victim in sweep.take_expired().in_order():
-                        freed += self._expire_one(victim, by_name, now_ns)
-                        if freed.chunks % _PULSE_CHUNKS == 0:
-                            pulse(freed)
-                if sweep.is_done:
-                    break
+            own, ahead = marks.expired(mine, now_ns, latest_ns, tidies=self._is_real)
+            expire([*ahead, *own], _ANY_TIME_NS)
+            over = list[Candidate]()
+            for space, fan in [(one, fan) for one in mine for fan in one.fans() if expired_ns]:
+                names, mtimes_ns = space.columns(fan)
+                some = np.flatnonzero((mtimes_ns < expired_ns) | (mtimes_ns > latest_ns))
+                for mtime_ns, name in zip(mtimes_ns[some].tolist(), names[some], strict=True):
+                    over.append(Candidate(mtime_ns, mtime_ns, space.name, name))
+                if len(over) >= _VICTIMS:  # some go before those that follow them: these go, too
+                    expire(sorted(over), now_ns)
+                    over.clear()
                 pulse(freed)
-                if not sweep.is_done:  # an eviction meanwhile may have gone on to its end
-                    sweep.step(by_name)
-            if self._is_real and sweep.ahead:
-                move_future_mtimes(sorted(sweep.ahead), by_name, now_ns, latest_ns)
-            self._drop(sweep.empty(mine), now_ns)
-            self._gather(sweep)
+            expire(sorted(over), now_ns)
         return freed
-
-    def _expire_one(
-        self, victim: Candidate, by_name: Mapping[str, Space], seen_ns: int
-    ) -> DeletionTotals:
-        if (victim.space, victim.chunk) in self.immovable:
-            return NOTHING
-        if self.spares_unsent and is_unsent(by_name[victim.space], victim.chunk):
-            return NOTHING
-        return self._evict(victim, by_name, seen_ns, None)
-
-    def _run(self, run: _Run) -> DeletionTotals:
-        freed = NOTHING
-        sweep = self._sweep
-        if self._spared:  # first in turn again, now perhaps for another prompt
-            some = Candidates.joined([self._spared, self._victims.found])
-            self._victims, self._spared = self._victims._replace(found=some), []
-        if sweep is not None and sweep.is_taken and sweep.found:  # of all folders so far
-            self._gather(sweep)
-        known = self._victims.found
-        if known and known[-1].mtime_ns > run.now_ns + _FUTURE_NS:
-            self._forget()  # the clock was set back since
-        with spaces(self._root) as found:
-            by_name = {space.name: space for space in found}
-            self._skip_gone(by_name)
-            while True:
-                if not self._victims.found and not self._search(found, by_name, run, freed):
-                    return freed
-                freed = self._evict_ordinary(by_name, run, freed)
-                if not self._victims.found:
-                    continue
-                victim = self._victims.found[0]
-                if freed.nbytes >= run.nbytes or (self._victims.by_mtime and run.spares(victim)):
-                    return freed  # the others are younger
-                self._skip()
-                if run.spares(victim) or (self.spares_unsent and self._stays(victim, by_name, run)):
-                    self._spared.append(victim)
-                    continue
-                # a chunk that is not retained may have come since the search: the next one finds it
-                take = self._hold if self._is_retained(victim) else self._evict
-                freed += take(victim, by_name, self._victims.seen_ns, run.pins_nbytes)
-                if freed.chunks % _PULSE_CHUNKS == 0:
-                    run.pulse(freed)
-
-    def _evict_ordinary(
-        self, by_name: Mapping[str, Space], run: _Run, freed: DeletionTotals
-    ) -> DeletionTotals:
-        """Delete the first victims, several at a time, up to one that has to be looked at.
-
-        Returns what the run has freed.
-        """
-        while self._is_real and not self.spares_unsent and freed.nbytes < run.nbytes:
-            some = self._leading(run)
-            space = by_name.get(some.spaces[0]) if len(some) else None
-            if space is None:
-                break
-            gone = delete_chunks(
-                *(space.fd, some.chunks, some.mtimes_ns, self._victims.seen_ns),
-                *(run.nbytes - freed.nbytes, ordinary_chunk()),
-            )
-            freed += DeletionTotals(int(gone.deleted.sum()), gone.nbytes)
-            self._skip(gone.settled)
-            if self.evicted is not None or log.isEnabledFor(logging.DEBUG):
-                for victim in some[: gone.settled].only(gone.deleted):
-                    self._tell(victim)
-            if gone.aside:
-                victim, seen_ns = self._victims.found[0], self._victims.seen_ns
-                self._skip()
-                freed += self._evict(victim, by_name, seen_ns, run.pins_nbytes, gone.aside)
-            elif gone.is_unusual:
-                break
-            run.pulse(freed)
-        return freed
-
-    def _leading(self, run: _Run) -> Candidates:
-        """Return the first victims that are of one namespace, and may go without a look at each."""
-        some = self._victims.found[:_AT_A_TIME]
-        if not len(some):
-            return some
-        goes = some.spaces == some.spaces[0]
-        if not self._victims.by_mtime:
-            goes &= some.ranks < RETAINED_RANK
-        if run.before_ns is not None:
-            goes &= some.mtimes_ns < run.before_ns
-        if self._kept or self.immovable:
-            known = [(space, chunk) for _, _, space, chunk in some]
-            goes &= [one not in self._kept and one not in self.immovable for one in known]
-        return some[: len(some) if goes.all() else int(goes.argmin())]
-
-    def _is_retained(self, victim: Candidate) -> bool:
-        return not self._victims.by_mtime and victim.rank >= RETAINED_RANK
-
-    def _skip_gone(self, by_name: Mapping[str, Space]) -> None:
-        """Leave out the first victims where other processes have evicted these: in order, too."""
-        if not self.shares:
-            return
-        known = self._victims.found
-
-        def is_gone(place: int) -> bool:
-            victim = known[place]
-            space = by_name.get(victim.space)
-            return space is None or mtime_ns_of(space.fd, victim.chunk) is None
-
-        gone, step = 0, 1  # so many are gone; steps get longer until one is there, then shorter
-        while gone + step <= len(known) and is_gone(gone + step - 1):
-            gone, step = gone + step, 2 * step
-        while step > 1:
-            step //= 2
-            if gone + step <= len(known) and is_gone(gone + step - 1):
-                gone += step
-        self._skip(gone)
-
-    def _skip(self, many: int = 1) -> None:
-        self._victims = self._victims._replace(found=self._victims.found[many:])
-
-    def _stays(self, victim: Candidate, by_name: Mapping[str, Space], run: _Run) -> bool:
-        space = by_name.get(victim.space)
-        if space is None or not is_unsent(space, victim.chunk):
-            return False
-        run.has_unsent = run.has_unsent or not run.takes_unsent
-        self.counts["unsent_evicted"] += run.takes_unsent
-        return not run.takes_unsent
-
-    def _search(
-        self,
-        found: Sequence[Space],
-        by_name: Mapping[str, Space],
-        run: _Run,
-        freed: DeletionTotals,
-    ) -> bool:
-        pulse = partial(run.pulse, freed)
-        sweep = self._sweep
-        if sweep is None:
-            if self._adopt(run.now_ns):
-                return True
-            if run.brought == freed.chunks:
-                if run.picked < run.wanted:
-                    return False  # a sweep brought nothing: all is pinned, or in use
-                run.wanted *= 2
-            run.brought = freed.chunks
-            latest_ns = run.now_ns + _FUTURE_NS
-            sweep = self._begin(ours(found), run.now_ns, run.wanted, latest_ns)
-        if self.shares and sweep.chunks > AT_ONCE:
-            while not (sweep.found or sweep.is_done):
-                pulse()
-                sweep.step(by_name)
-        else:
-            sweep.drain(by_name, pulse)
-        run.picked = sweep.picked
-        if sweep.is_done:
-            self._drop(sweep.empty(ours(found)), run.now_ns)
-            if sweep.ahead and self._is_real:
-                sweep = self._set_back(sweep, found, by_name, run)
-        self._gather(sweep)
-        return bool(self._victims.found) or run.brought != freed.chunks
-
-    def _begin(
-        self,
-        mine: Sequence[Space],
-        now_ns: int,
-        wanted: int,
-        latest_ns: int = LATEST_NS,
-        expired_ns: int = 0,
-    ) -> Sweep:
-        rank = self._policy.rank(now_ns)
-        self._sweep = Sweep(mine, wanted, rank, now_ns, latest_ns=latest_ns, expired_ns=expired_ns)
-        return self._sweep
-
-    def _set_back(
-        self, sweep: Sweep, found: Sequence[Space], by_name: Mapping[str, Space], run: _Run
-    ) -> Sweep:
-        """Set mtimes from the future to now; return a sweep that has looked at them again."""
-        now_ns = run.now_ns + sweep.took_ns
-        latest_ns = now_ns + _FUTURE_NS
-        first_ns = move_future_mtimes(sorted(sweep.ahead), by_name, now_ns, latest_ns)
-        if first_ns is None:
-            return sweep
-        log.warning(
-            "the clock of %s was set back; the times of its chunks are set back, too", self._root
-        )
-        if run.before_ns is not None and run.before_ns > run.now_ns + _FUTURE_NS:
-            run.before_ns = first_ns  # it was such a time, too: the prompt's own
-        again = Sweep(ours(found), run.wanted, sweep.rank, run.now_ns)
-        again.drain(by_name, partial(run.pulse, NOTHING))
-        again.seen_ns, run.picked = _LATEST_NS, again.picked
-        return again
-
-    def _gather(self, sweep: Sweep) -> None:
-        """Use what a sweep has found since the last time, beside what is left of that.
-
-        What one has found at its end other processes learn, too.
-        """
-        until_ns, some = 0, [sweep.take()]
-        if sweep.is_taken:
-            some += [self._victims.found, Candidates.of(self._spared)]
-        if sweep.is_done and not self._policy.is_lasting:
-            until_ns = sweep.began_ns + int(sweep.took_ns * (1 + 1 / _PASSES_SHARE))
-        is_lru = sweep.rank is by_mtime
-        victims = Victims(sweep.seen_ns, until_ns, is_lru, Candidates.joined(some))
-        self._use(victims, goes_on=sweep.is_taken)
-        sweep.is_taken = True
-        if not sweep.is_done:
-            return
-        self._sweep = None
-        if self.shares and sweep.chunks >= SHARED and sweep.seen_ns != _LATEST_NS:
-            with contextlib.suppress(OSError), closing_fd(upkeep_directory(self._root)) as fd:
-                tell_victims(fd, self._victims)
-
-    def _use(self, victims: Victims, *, goes_on: bool = False) -> None:
-        now_s, found = time.monotonic(), victims.found
-        if now_s >= self._immovable_until_s:  # somebody may have freed them
-            self.immovable.clear()
-            self._immovable_until_s = now_s + _IMMOVABLE_S
-        if self.immovable:
-            goes = [(one.space, one.chunk) not in self.immovable for one in found]
-            found = found.only(np.array(goes, dtype=bool))
-        if not goes_on:
-            self._kept.clear()
-            self._held.clear()
-            self._held_nbytes = 0
-        self._victims, self._spared = victims._replace(found=found.in_order()), []
-
-    def _drop(self, empty: Sequence[str], now_ns: int) -> None:
-        if not (empty and self._is_real):
-            return
-        with closing_fd(os.open(self._root, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)) as fd:
-            for name in empty:
-                drop_empty(fd, name, now_ns - int(GRACE_S * 1e9), now_ns)
 
     def _evict(
         self,
         victim: Candidate,
         by_name: Mapping[str, Space],
         seen_ns: int,
-        pins_nbytes: int | None,
+        run: _Run | None,
         aside: str = "",
     ) -> DeletionTotals:
         """Delete a chunk, which was moved to ``aside`` already if that is given."""
-        space = by_name.get(victim.space)
-        if space is None or (victim.space, victim.chunk) in self._kept:
+        space, known = by_name.get(victim.space), (victim.space, victim.chunk)
+        if space is None or known in self._kept or known in self.immovable:
             return NOTHING
         if not (aside or is_unchanged(space.fd, victim.chunk, victim.mtime_ns, seen_ns)):
             self._keep_prefix(space, victim.chunk)
@@ -548,8 +407,8 @@ class Evictor:
             self._pass_over(victim, problem)
             return NOTHING
         if nbytes is None:
-            if is_unchanged(space.fd, victim.chunk, victim.mtime_ns, seen_ns):
-                return self._hold(victim, by_name, seen_ns, pins_nbytes)
+            if run is not None and is_unchanged(space.fd, victim.chunk, victim.mtime_ns, seen_ns):
+                return self._hold(victim, run, seen_ns)
             self._keep_prefix(space, victim.chunk)
             return NOTHING
         self._tell(victim)
@@ -558,8 +417,7 @@ class Evictor:
     def _pass_over(self, victim: Candidate, problem: OSError) -> None:
         self.immovable[victim.space, victim.chunk] = problem
         self.counts["immovable"] += 1
-        if not self._warned:
-            self._warned = True
+        if len(self.immovable) == 1:
             log.warning("%s: %s", self._root, told_immovable(self.immovable))
 
     def _keep_prefix(self, space: Space, chunk: str) -> None:
@@ -573,24 +431,18 @@ class Evictor:
         if self.evicted is not None:
             self.evicted(victim)
 
-    def _hold(
-        self,
-        victim: Candidate,
-        by_name: Mapping[str, Space],
-        seen_ns: int,
-        pins_nbytes: int | None,
-    ) -> DeletionTotals:
+    def _hold(self, victim: Candidate, run: _Run, seen_ns: int) -> DeletionTotals:
         """Note a pinned or retained chunk; if these hold too much, the lowest of them go."""
-        freed, space = NOTHING, by_name.get(victim.space)
+        freed, space = NOTHING, run.by_name.get(victim.space)
         nbytes = chunk_nbytes(space, chunk_path(victim.chunk)) if space is not None else 0
-        if pins_nbytes is None or not nbytes:  # gone, or emptied
+        if run.pins_nbytes is None or not nbytes:  # gone, or emptied
             return freed
         self._held.append((victim, nbytes))
         self._held_nbytes += nbytes
-        while self._held_nbytes > pins_nbytes:
+        while self._held_nbytes > run.pins_nbytes:
             first, nbytes = self._held.popleft()
             self._held_nbytes -= nbytes
-            space = by_name.get(first.space)
+            space = run.by_name.get(first.space)
             if space is None or not is_unchanged(space.fd, first.chunk, first.mtime_ns, seen_ns):
                 continue
             try:
@@ -602,25 +454,3 @@ class Evictor:
                 self._tell(first)
                 freed += DeletionTotals(1, gone)
         return freed
-
-
-@dataclass(slots=True)
-class _Run:
-    """The arguments of one call of `Evictor.evict`, which documents them."""
-
-    nbytes: int
-    now_ns: int
-    before_ns: int | None
-    pins_nbytes: int | None
-    pulse: Callable[[DeletionTotals], None]
-    wanted: int
-    takes_unsent: bool = False
-    """Whether chunks go that have not travelled: nothing else may be left."""
-    has_unsent: bool = False
-    picked: int = 0
-    """What the last sweep found."""
-    brought: int = -1
-    """Chunks that had gone when that began; -1: none has begun."""
-
-    def spares(self, victim: Candidate) -> bool:
-        return self.before_ns is not None and victim.mtime_ns >= self.before_ns

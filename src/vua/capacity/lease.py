@@ -6,7 +6,7 @@ evict, which may hang.
 
 One process at a time looks for victims, by agreement and not by lock: ``<root>/.upkeep/search`` is
 created exclusively, its time renewed by the holder, and taken over when it has not been renewed for
-`EXPIRY_S` *by the server's clock*. It only saves work. There may be two holders at once: a host
+`LEASE_S` *by the server's clock*. It only saves work. There may be two holders at once: a host
 that slept, an NFS client that created twice.
 
 The holder writes down what it found in ``victims``: so one pass over all mtimes is enough for any
@@ -32,26 +32,21 @@ from typing import Final, NamedTuple
 import numpy as np
 
 from vua.capacity.lru import FULL, Bare, server_now_ns
-from vua.capacity.scan import Candidates
+from vua.capacity.scan import CANDIDATE, Candidates, in_order
 from vua.io.files import make_directory, make_file, make_folder, see_to_mode
 from vua.io.posix import close_quietly, closing_fd
-from vua.native import ChunkNames
 from vua.storage.mark import UPKEEP
 
-EXPIRY_S: Final = 30.0
+LEASE_S: Final = 30.0
 """After so long without a renewal a holder counts as dead: it renews often while it searches."""
 
-_LEASE: Final = "search"
 _VICTIMS: Final = "victims"
-_VICTIMS_MAGIC: Final = b"VUAvict1"
-_VICTIMS_HEAD: Final = struct.Struct("<8sqqqII")
-"""Magic; the time before the search; until when they are good, 0: as long as they last (both ns
-since 1970 by the server's clock); whether ranks are mtimes; how many namespaces, and victims."""
-_VICTIM: Final = np.dtype([("rank", "<i8"), ("mtime_ns", "<i8"), ("space", "<u4"), ("name", "V32")])
+_VICTIMS_MAGIC: Final = b"VUAvict2"
+_VICTIMS_HEAD: Final = struct.Struct("<8sqq")
+"""Magic; the time before the search, and until when they are good (both ns since 1970 by the
+server's clock). Then the victims, as they are in memory."""
 _MOST_VICTIMS: Final = 1 << 17
-_MOST_SPACES: Final = 1 << 14
-_SPACE: Final = re.compile(r"[0-9a-f]{64}")
-_DONE: Final = "done-expiry"
+_NAMES: Final = re.compile(rb"[0-9a-f]*")
 _WRITERS: Final = "writers"
 _WRITER: Final = re.compile(r"[0-9a-f]{16}")
 WRITER_S: Final = 600.0
@@ -111,14 +106,14 @@ class Lease:
 
 
 @contextlib.contextmanager
-def lease(directory: int) -> Iterator[Lease | None]:
-    """Hold the lease in ``directory`` (a descriptor); None while another process does.
+def lease(directory: int, name: str = "search", *, stays_s: float = 0.0) -> Iterator[Lease | None]:
+    """Hold a lease in ``directory`` (a descriptor); None while another process does.
 
-    Several may hold it where a full file system has no room for it. Raises OSError if nothing can
-    be created there.
+    With ``stays_s`` it stays at the end, and nobody gets it for so long. Several may hold it where
+    a full file system has no room for it. Raises OSError if nothing can be created there.
     """
     try:
-        fd = None if isinstance(directory, Bare) else _made(directory)
+        fd = None if isinstance(directory, Bare) else _made(directory, name, stays_s or LEASE_S)
         is_free = fd is not None or isinstance(directory, Bare)
     except OSError as problem:
         if problem.errno not in FULL:
@@ -130,48 +125,48 @@ def lease(directory: int) -> Iterator[Lease | None]:
         if fd is not None:
             with contextlib.suppress(OSError):
                 ours = os.fstat(fd)
-                there = os.stat(_LEASE, dir_fd=directory, follow_symlinks=False)
-                if (ours.st_dev, ours.st_ino) == (there.st_dev, there.st_ino):
-                    os.unlink(_LEASE, dir_fd=directory)
+                there = os.stat(name, dir_fd=directory, follow_symlinks=False)
+                if not stays_s and (ours.st_dev, ours.st_ino) == (there.st_dev, there.st_ino):
+                    os.unlink(name, dir_fd=directory)
             close_quietly(fd)
 
 
-def _made(directory: int) -> int | None:
+def _made(directory: int, name: str, expiry_s: float) -> int | None:
     """Make the lease, in the place of one that has expired; None while a process holds it."""
-    fd = _create(directory)
-    if fd is not None or not _expired(directory):
+    fd = _create(directory, name)
+    if fd is not None or not _expired(directory, name, expiry_s):
         return fd
     try:
-        aside = f"{_LEASE}-{secrets.token_hex(4)}"
-        os.rename(_LEASE, aside, src_dir_fd=directory, dst_dir_fd=directory)
+        aside = f"{name}-{secrets.token_hex(4)}"
+        os.rename(name, aside, src_dir_fd=directory, dst_dir_fd=directory)
         os.unlink(aside, dir_fd=directory)
     except OSError as problem:  # another process was faster, or the file system is full
         if problem.errno in FULL:
             with contextlib.suppress(OSError):
-                os.unlink(_LEASE, dir_fd=directory)
-    return _create(directory)
+                os.unlink(name, dir_fd=directory)
+    return _create(directory, name)
 
 
-def _create(directory: int) -> int | None:
+def _create(directory: int, name: str) -> int | None:
     try:
-        return make_file(_LEASE, os.O_EXCL, dir_fd=directory)
+        return make_file(name, os.O_EXCL, dir_fd=directory)
     except FileExistsError:
         return None
 
 
-def _expired(directory: int) -> bool:
+def _expired(directory: int, name: str, expiry_s: float) -> bool:
     """Whether the holder is dead.
 
     A time from the future is not a renewal: the clock was set back since, and a living holder
     renews again.
     """
     try:
-        found = os.stat(_LEASE, dir_fd=directory, follow_symlinks=False)
+        found = os.stat(name, dir_fd=directory, follow_symlinks=False)
     except FileNotFoundError:
         return True
     if not stat.S_ISREG(found.st_mode) or found.st_size:
         return False  # not created by VUA
-    return abs(server_now_ns(directory) - found.st_mtime_ns) > EXPIRY_S * 1e9
+    return abs(server_now_ns(directory) - found.st_mtime_ns) > expiry_s * 1e9
 
 
 class Writers:
@@ -230,42 +225,25 @@ class Victims(NamedTuple):
     seen_ns: int
     """The server's time before it looked."""
     until_ns: int
-    """They are good until then; 0: for as long as they last."""
-    by_mtime: bool
-    """Whether their ranks are their mtimes."""
+    """They are good until then."""
     found: Candidates
     """In order."""
 
 
-NO_VICTIMS: Final = Victims(0, 0, True, Candidates.of(()))  # noqa: FBT003
+NO_VICTIMS: Final = Victims(0, 0, np.empty(0, CANDIDATE))
 
 
 def tell_victims(directory: int, victims: Victims) -> None:
     """Write down victims for other processes; what fails is not told."""
     if isinstance(directory, Bare):
         return
-    found = victims.found[:_MOST_VICTIMS]
-    folders = found.spaces.tolist()
-    names = sorted({*folders})
-    place = {name: at for at, name in enumerate(names)}
-    table = np.empty(len(found), _VICTIM)
-    table["rank"], table["mtime_ns"] = found.ranks, found.mtimes_ns
-    table["space"] = [place[name] for name in folders]
-    table["name"] = np.frombuffer(bytes.fromhex(found.chunks.digits.tobytes().decode()), "V32")
-    head = _VICTIMS_HEAD.pack(
-        _VICTIMS_MAGIC,
-        victims.seen_ns,
-        victims.until_ns,
-        victims.by_mtime,
-        len(names),
-        len(found),
-    )
+    head = _VICTIMS_HEAD.pack(_VICTIMS_MAGIC, victims.seen_ns, victims.until_ns)
     aside = f"{_VICTIMS}-{secrets.token_hex(4)}"
     with contextlib.suppress(OSError):
         shared = stat.S_IMODE(os.fstat(directory).st_mode) & 0o040
         fd = make_file(aside, os.O_EXCL, 0o600 | shared, dir_fd=directory)
         try:
-            data = head + "".join(names).encode() + table.tobytes()
+            data = head + victims.found[:_MOST_VICTIMS].tobytes()
             whole = os.write(fd, data) == len(data)
         finally:
             os.close(fd)
@@ -280,68 +258,22 @@ def told_victims(directory: int, after_ns: int, now_ns: int) -> Victims | None:
 
     What it says of times is believed as far as the file's own time, the server's, allows.
     """
-    try:
-        with _opened(directory, _VICTIMS) as (fd, status):
-            head = os.pread(fd, _VICTIMS_HEAD.size, 0)
-            magic, seen_ns, until_ns, lasts, spaces, many = _VICTIMS_HEAD.unpack(head)
-            size = _VICTIMS_HEAD.size + 64 * spaces + _VICTIM.itemsize * many
-            is_sound = magic == _VICTIMS_MAGIC and many <= _MOST_VICTIMS and spaces <= _MOST_SPACES
-            if not (is_sound and stat.S_ISREG(status.st_mode) and status.st_size == size):
-                return None
-            seen_ns = min(seen_ns, status.st_mtime_ns)
-            if seen_ns <= after_ns or (until_ns and not now_ns < until_ns):
-                return None
-            data = os.pread(fd, size - len(head), len(head))
-    except (OSError, struct.error):
-        return None
-    text = data[: 64 * spaces].decode("ascii", "replace")
-    names = [text[at : at + 64] for at in range(0, len(text), 64)]
-    table = np.frombuffer(data, _VICTIM, many, 64 * spaces)
-    if (
-        many != len(table)
-        or not all(map(_SPACE.fullmatch, names))
-        or (table["space"] >= spaces).any()
-    ):
-        return None
-    chunks = ChunkNames.read(table["name"].tobytes().hex().encode())
-    folders = np.array(names, dtype=object)[table["space"]]
-    columns = table["rank"].copy(), table["mtime_ns"].copy(), folders
-    found = Candidates(*columns, chunks)
-    return Victims(seen_ns, until_ns, bool(lasts), found.in_order())
-
-
-@contextlib.contextmanager
-def _opened(directory: int, name: str) -> Iterator[tuple[int, os.stat_result]]:
-    """Open a file that another process wrote. Raises OSError, also for a bare directory."""
     if isinstance(directory, Bare):
-        raise FileNotFoundError(name)
-    with closing_fd(
-        os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=directory)
-    ) as fd:
-        yield fd, os.fstat(fd)
-
-
-def expired_ago_s(directory: int, now_ns: int) -> tuple[float, float]:
-    """Return how long ago, in s, a process looked for what outlived its time, and what it took.
-
-    (inf, 0) where that is not known.
-    """
+        return None
+    flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
     try:
-        with _opened(directory, _DONE) as (fd, status):
-            text = os.read(fd, 16)
-        return max(0, now_ns - status.st_mtime_ns) / 1e9, min(float(text), EXPIRY_S)
-    except (OSError, ValueError):
-        return math.inf, 0.0
-
-
-def note_expired(directory: int, took_s: float) -> None:
-    """Note that this was done just now; what fails is not noted."""
-    if isinstance(directory, Bare):
-        return
-    with contextlib.suppress(OSError):
-        shared = stat.S_IMODE(os.fstat(directory).st_mode) & 0o060
-        fd = make_file(_DONE, 0, 0o600 | shared, dir_fd=directory)
-        try:
-            os.pwrite(fd, f"{min(took_s, 1e6):012.3f}".encode(), 0)
-        finally:
-            os.close(fd)
+        with closing_fd(os.open(_VICTIMS, flags, dir_fd=directory)) as fd:
+            status, size = os.fstat(fd), _VICTIMS_HEAD.size
+            magic, seen_ns, until_ns = _VICTIMS_HEAD.unpack(os.read(fd, size))
+            seen_ns, nbytes = min(seen_ns, status.st_mtime_ns), status.st_size - size
+            is_sound = magic == _VICTIMS_MAGIC and stat.S_ISREG(status.st_mode)
+            if not is_sound or nbytes > _MOST_VICTIMS * CANDIDATE.itemsize:
+                return None
+            if not after_ns < seen_ns <= now_ns < until_ns:
+                return None
+            found = np.frombuffer(os.read(fd, nbytes), CANDIDATE)
+    except (OSError, struct.error, ValueError):
+        return None
+    if not all(_NAMES.fullmatch(found[name].tobytes()) for name in ("space", "chunk")):
+        return None
+    return Victims(seen_ns, until_ns, in_order(found))

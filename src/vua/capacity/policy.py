@@ -23,11 +23,10 @@ from vua.capacity.spaces import Column
 from vua.io.forks import watch
 from vua.native import ChunkNames
 
-_UNKNOWN: Final = -(1 << 62)  # added to the mtimes of unknown chunks: the oldest one goes first
 _PER_UNIT: Final = 1e17
 """Ranks are whole numbers of 64 bits: hits per second, times this."""
 RETAINED_RANK: Final = int(RETAINED * _PER_UNIT)
-"""Chunks of this rank or a higher one are retained; ranks that are mtimes say nothing of that."""
+"""Chunks of this rank or a higher one are retained."""
 
 
 class LRU:
@@ -35,9 +34,6 @@ class LRU:
 
     Any process may be the one that ranks, so all that use a directory should have the same policy.
     """
-
-    is_lasting = True
-    """Whether a chunk keeps its rank until it is used. Else all are ranked anew after a while."""
 
     def used(self, directory: int, chunks: Sequence[str]) -> int:
         """Note the use of a stored prefix: set its mtimes to now; returns how many were noted.
@@ -67,14 +63,11 @@ class LRU:
 
     def rank(self, now_ns: int) -> Rank:
         """Return what ranks chunks at this time (the server's, ns since 1970): by their mtimes."""
-        del now_ns
-        return by_mtime
+        return by_mtime(now_ns)
 
 
 class LeastHitDensity(LRU):
     """Evicts by what `HitDensity` learns from a directory's log; as LRU until that is enough."""
-
-    is_lasting = False
 
     def __init__(self, root: str | os.PathLike[str]) -> None:
         self._root = root
@@ -109,16 +102,16 @@ class LeastHitDensity(LRU):
         What is used or stored after ``now_ns`` may not be in the log: it is not evicted
         (:func:`vua.capacity.lru.is_unchanged`).
         """
-        density = self._density
+        density, unknown = self._density, by_mtime(now_ns)
         with self._learning:
             density.note(self._log.records())
             if not (density.is_learned or density.is_told):
-                return by_mtime
+                return unknown
             known, rows = density.in_order()
             worths = (density.worths(now_ns / 1e9)[rows] * _PER_UNIT).astype(np.int64)
 
         def rank(chunks: ChunkNames, mtimes_ns: Column) -> Column:
-            names, ranks = chunks.numbers(), mtimes_ns + _UNKNOWN
+            names, ranks = chunks.numbers(), unknown(chunks, mtimes_ns)
             at = np.minimum(np.searchsorted(known, names), len(known) - 1)
             is_known = (known[at] == names) & (mtimes_ns > ORPHAN_MTIME_NS)
             ranks[is_known] = worths[at[is_known]]

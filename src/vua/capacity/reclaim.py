@@ -23,15 +23,8 @@ from pathlib import Path
 from typing import Final, NamedTuple
 
 from vua.capacity import marks
-from vua.capacity.evictor import AT_ONCE, PINNED_SHARE, SHARED, Evictor
-from vua.capacity.lease import (
-    Lease,
-    Writers,
-    expired_ago_s,
-    lease,
-    note_expired,
-    upkeep_directory,
-)
+from vua.capacity.evictor import AT_ONCE, PINNED_SHARE, Evictor
+from vua.capacity.lease import Lease, Writers, lease, upkeep_directory
 from vua.capacity.limits import Limits
 from vua.capacity.lru import Bare, next_tick_ns
 from vua.capacity.policy import LRU
@@ -67,14 +60,10 @@ never evicts its own prefix."""
 _NO_PARENT_NS: Final = HIGHEST
 _TTL_INTERVAL_S: Final = 60.0
 """How often chunks are looked for whose own time to live (:mod:`vua.capacity.marks`) is over."""
-_EXPIRY_RATIO: Final = 20
-"""Between two searches for chunks that have outlived their time at least so many times what the
-last one took."""
+_EXPIRY_CHUNK_S: Final = 40e-6
+"""Between two such searches at least so long for each chunk: 20 times what one takes."""
 _COSTLY_S: Final = 0.25
 """A search for space that took longer, in vain, is not repeated for ten times as long."""
-_PATIENCE_S: Final = 1.0
-"""How long to wait for victims of a process that looks for them, and may hang."""
-_POLL_S: Final = 0.05
 _WAIT_S: Final = 4.0
 """Longest wait of a writer: vLLM's connector gives a write up after `timeouts.io_s`, 10 s."""
 _CLOSE_WAIT_S: Final = 5.0
@@ -307,8 +296,6 @@ class Reclaimer:
         limits = self._estimate.limits
         if limits is None or now_s < self._search_from_s:
             return False
-        if self._evictor.is_searching:
-            return True
         if self._evictor.left >= _FEW_VICTIMS:
             return False
         return self._estimate.missing(int(limits.max_bytes * (1 - _SEARCH_SHARE))) > 0
@@ -414,26 +401,21 @@ class Reclaimer:
                 cost_s = time.monotonic() - began_s
                 self._ahead_from_s = began_s + max(0.1, 11 * cost_s)
 
-    def _search(self) -> bool:
-        """Look for victims, unless another process does so: then take what it has found.
-
-        Returns whether to wait for that one: it has found none so far.
-        """
-        began_s, waits = time.monotonic(), False
+    def _search(self) -> None:
+        """Look for victims, unless another process does so: then take what it has found."""
+        began_s = time.monotonic()
         if not self._may_delete():
             self._search_from_s = began_s + _TTL_INTERVAL_S
-            return waits
+            return
         try:
             with closing_fd(upkeep_directory(self._root)) as directory:
                 now_ns = next_tick_ns(directory)
                 with lease(directory) as held:
-                    pulse = partial(self._between, held)
-                    self._evictor.prepare(now_ns, pulse, looks=held is not None)
-                waits = held is None and not self._knows_victims
+                    if not self._evictor.adopt(now_ns) and held is not None:
+                        self._evictor.search(now_ns, partial(self._between, held))
         except OSError as problem:
             self._cannot_evict(problem)
         self._search_from_s = began_s + max(1.0, 21 * (time.monotonic() - began_s))
-        return waits
 
     def _follow(self) -> bool:
         if self._held is not None:
@@ -472,23 +454,15 @@ class Reclaimer:
             return
         ttl_s = limits.ttl_s
         pause_s = _TTL_INTERVAL_S if ttl_s is None else min(max(1.0, ttl_s / 8), _TTL_INTERVAL_S)
+        pause_s = max(pause_s, self._estimate.chunks * _EXPIRY_CHUNK_S)
         self._expire_from_s = now_s + pause_s
 
         def expire(directory: int, now_ns: int) -> DeletionTotals:
-            ago_s, took_s = expired_ago_s(directory, now_ns)
-            left_s = max(pause_s, _EXPIRY_RATIO * took_s) - ago_s
-            if left_s > 0:
-                self._expire_from_s = now_s + left_s
-                return NOTHING
             before_ns = 0 if ttl_s is None else now_ns - int(ttl_s * 1e9)
-            with lease(directory) as held:
+            with lease(directory, "expiry", stays_s=pause_s) as held:
                 if held is None:
                     return NOTHING
-                freed = self._evictor.expire(now_ns, before_ns, lambda _: self._between(held))
-            took_s = time.monotonic() - now_s
-            note_expired(directory, took_s)
-            self._expire_from_s = now_s + max(pause_s, _EXPIRY_RATIO * took_s)
-            return freed
+                return self._evictor.expire(now_ns, before_ns, lambda _: self._between(held))
 
         if ttl_s is not None or self._has_own_ttls():
             self._delete(expire)
@@ -516,15 +490,7 @@ class Reclaimer:
     def _evict(
         self, nbytes: int, below: Below = ANYTHING, *, ahead: bool = False
     ) -> DeletionTotals:
-        """Evict. With many chunks, a process without victims takes those of another process.
-
-        It waits a moment for these, and then looks for itself.
-        """
-        limits, until_s = self._estimate.limits, time.monotonic() + _PATIENCE_S
-        if not self._knows_victims and SHARED <= self._estimate.chunks <= AT_ONCE:
-            while self._search() and time.monotonic() < until_s:
-                self._pulse(None)
-                time.sleep(_POLL_S)
+        limits = self._estimate.limits
         pins_nbytes = None if limits is None else int(limits.max_bytes * PINNED_SHARE)
 
         def evict(_: int, now_ns: int) -> DeletionTotals:

@@ -7,15 +7,14 @@ fan-out directories, so some of these are a fair sample of all.
 from __future__ import annotations
 
 import random
-import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Final, NamedTuple, TypeAlias, overload
+from collections.abc import Callable, Sequence
+from typing import Final, NamedTuple, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
 from vua.capacity.spaces import Column, Space
-from vua.native import LATEST_NS, ChunkNames, Places
+from vua.native import ChunkNames
 
 _SAMPLED_FANS: Final = 16
 _SAMPLED_CHUNKS: Final = 4096
@@ -27,6 +26,9 @@ _BAND: Final = 1 / 100
 however many chunks there are."""
 HIGHEST: Final = (1 << 63) - 1
 """No rank is higher."""
+FUTURE_NS: Final = 10 * 10**9
+"""An mtime further ahead of the server's clock than this means that the clock was set back."""
+_OLDEST: Final = -(1 << 62)
 
 
 class Candidate(NamedTuple):
@@ -39,66 +41,30 @@ class Candidate(NamedTuple):
     space: str
     chunk: str
 
-
-class Candidates(Sequence[Candidate]):
-    """Some chunks, in columns: what sorts 65,536 of them leaves other threads their turns."""
-
-    __slots__ = ("chunks", "mtimes_ns", "ranks", "spaces")
-
-    def __init__(
-        self,
-        ranks: Column,
-        mtimes_ns: Column,
-        spaces: npt.NDArray[np.object_],
-        chunks: ChunkNames,
-    ) -> None:
-        """Take columns of one length; the namespaces by their names."""
-        self.ranks, self.mtimes_ns, self.spaces, self.chunks = ranks, mtimes_ns, spaces, chunks
-
     @classmethod
-    def of(cls, some: Sequence[Candidate]) -> Candidates:
-        """Return ``some`` in this form."""
-        if isinstance(some, Candidates):
-            return some
-        ranks = np.array([one.rank for one in some], dtype=np.int64)
-        mtimes_ns = np.array([one.mtime_ns for one in some], dtype=np.int64)
-        names = np.array([one.space for one in some], dtype=object)
-        return cls(ranks, mtimes_ns, names, ChunkNames.of(one.chunk for one in some))
+    def of(cls, row: np.void) -> Candidate:
+        """Return a row of :data:`Candidates` in this form."""
+        mtime_ns, rank = int(row["mtime_ns"]), int(row["rank"])
+        return cls(rank, mtime_ns, row["space"].decode(), row["chunk"].decode())
 
-    @classmethod
-    def joined(cls, parts: Sequence[Sequence[Candidate]]) -> Candidates:
-        """Return all of these, one after the other."""
-        some = [cls.of(part) for part in parts if len(part)]
-        if len(some) < 2:
-            return some[0] if some else cls.of(())
-        return cls(
-            np.concatenate([one.ranks for one in some]),
-            np.concatenate([one.mtimes_ns for one in some]),
-            np.concatenate([one.spaces for one in some]),
-            ChunkNames.joined([one.chunks for one in some]),
-        )
 
-    def __len__(self) -> int:
-        return len(self.ranks)
+CANDIDATE: Final = np.dtype(
+    [("rank", "<i8"), ("mtime_ns", "<i8"), ("space", "S64"), ("chunk", "S64")]
+)
+Candidates: TypeAlias = npt.NDArray[np.void]
+"""Some chunks, as rows of `CANDIDATE`: what sorts 65,536 of them leaves other threads their
+turns."""
 
-    @overload
-    def __getitem__(self, at: int) -> Candidate: ...
-    @overload
-    def __getitem__(self, at: slice) -> Candidates: ...
-    def __getitem__(self, at: int | slice) -> Candidate | Candidates:
-        if isinstance(at, slice):
-            return self.only(at)
-        rank, mtime_ns = int(self.ranks[at]), int(self.mtimes_ns[at])
-        return Candidate(rank, mtime_ns, self.spaces[at], self.chunks[at])
 
-    def only(self, which: slice | Places) -> Candidates:
-        """Return some of them, or all in another order, as numpy's arrays are indexed."""
-        columns = self.ranks[which], self.mtimes_ns[which], self.spaces[which], self.chunks[which]
-        return Candidates(*columns)
+def names_of(some: Candidates) -> ChunkNames:
+    """Return the names of some chunks."""
+    return ChunkNames(np.ascontiguousarray(some["chunk"]).view(np.uint8).reshape(-1, 64))
 
-    def in_order(self) -> Candidates:
-        """Return them by rank, and then by age: what goes first comes first."""
-        return self.only(np.lexsort((self.mtimes_ns, self.ranks)))
+
+def in_order(some: Candidates) -> Candidates:
+    """Return chunks by rank, and then by age: what goes first comes first."""
+    ordered: Candidates = some[np.lexsort((some["mtime_ns"], some["rank"]))]
+    return ordered
 
 
 Rank: TypeAlias = Callable[[ChunkNames, Column], Column]
@@ -106,81 +72,59 @@ Rank: TypeAlias = Callable[[ChunkNames, Column], Column]
 in prompts has a lower rank, or the same and an older mtime."""
 
 
-def by_mtime(chunks: ChunkNames, mtimes_ns: Column) -> Column:
-    """Rank chunks as LRU does."""
-    del chunks
-    return mtimes_ns
+def by_mtime(now_ns: int) -> Rank:
+    """Rank chunks as LRU does, below all ranks that are expected hits.
+
+    Those with mtimes from the future go first, in their order: when they were used is not known.
+    """
+
+    def rank(chunks: ChunkNames, mtimes_ns: Column) -> Column:
+        del chunks
+        ahead = mtimes_ns > now_ns + FUTURE_NS
+        return np.where(ahead, 2 * _OLDEST + (mtimes_ns >> 2), mtimes_ns + _OLDEST)
+
+    return rank
 
 
 class Sweep:
     """One look at all mtimes, fan by fan, for the chunks that are to go first.
 
     Some fans are a sample. From these comes the rank that ``wanted`` chunks, or a hundredth of all,
-    are not above. Older chunks are found fan by fan, so memory is needed for the victims
-    alone, and the first are known when the sample is read. After the last fan they are the exact
-    lowest. Costs 2 us per chunk where names are cached. For one thread.
+    are not above. Lower chunks are found fan by fan, so memory is needed for the victims alone, and
+    the first are known when the sample is read. After the last fan they are the exact lowest. Costs
+    2 us per chunk where names are cached. For one thread.
     """
 
-    def __init__(
-        self,
-        found: Sequence[Space],
-        wanted: int,
-        rank: Rank = by_mtime,
-        now_ns: int = 0,
-        *,
-        latest_ns: int = LATEST_NS,
-        expired_ns: int = 0,
-    ) -> None:
+    def __init__(self, found: Sequence[Space], wanted: int, rank: Rank) -> None:
         """Read the sample. Raises OSError where nothing can be known.
 
         Args:
-            found: the namespaces.
+            found: the namespaces, which stay open until the end.
             wanted: how many victims to find, about and at least.
             rank: called with names and mtimes.
-            now_ns: the server's time before ``rank`` was made.
-            latest_ns: an mtime after this is from the future.
-            expired_ns: chunks with an mtime before this are :attr:`expired`, at any rank.
         """
-        self.rank, self._latest_ns, self._expired_ns = rank, latest_ns, expired_ns
-        self.began_ns, self._began_s = now_ns, time.monotonic()
-        self.seen_ns = now_ns
-        """What changed from then on stays: it was used, or got a child that may not be seen."""
-        self.is_taken = False
-        """Whether some of what was found is in use."""
-        self._wanted = wanted
+        self._rank, self._wanted = rank, wanted
         self._found: list[Candidates] = []
-        self._expired: list[Candidates] = []
-        self.ahead: list[Candidate] = []
-        """Those with mtimes from the future; of many the first ones."""
-        self.picked = 0
-        """How many were found so far."""
-        self._chunks = {space.name: 0 for space in found}
-        self._labels = {space.name: np.empty(0, dtype=object) for space in found}
-        """Each namespace's name, again and again: its folders share it."""
-        self._todo: list[tuple[str, str]] = []
-        sampled: list[tuple[str, ChunkNames, Column, Column]] = []
+        self.newest_ns = 0
+        """The latest mtime of all."""
+        self.counts = {space.name: 0 for space in found}
+        """How many chunks there are, by namespace, in the fans that were read."""
+        self._todo: list[tuple[Space, list[str]]] = []
+        sampled: list[tuple[Space, ChunkNames, Column, Column]] = []
         stand_for: list[float] = []
         for space in found:
             fans = space.fans()
             random.shuffle(fans)
-            names, before = 0, len(sampled)
-            while (
-                fans
-                and names < _SAMPLED_CHUNKS / len(found)
-                and (len(sampled) - before < _SAMPLED_FANS)
-            ):
-                chunks, mtimes_ns = space.columns(fans.pop())
-                sampled.append((space.name, chunks, mtimes_ns, rank(chunks, mtimes_ns)))
-                names += len(chunks)
-            read = len(sampled) - before
-            stand_for += [(read + len(fans)) / max(1, read)] * read
-            self._todo += [(space.name, fan) for fan in fans]
-        random.shuffle(self._todo)
+            many = len(fans)
+            names, mtimes_ns = _read(space, fans, -(-_SAMPLED_CHUNKS // len(found)), _SAMPLED_FANS)
+            sampled.append((space, names, mtimes_ns, rank(names, mtimes_ns)))
+            stand_for.append(many / max(1, many - len(fans)))
+            self._todo.append((space, fans))
         self.chunks = round(
             sum(len(one[1]) * each for one, each in zip(sampled, stand_for, strict=True))
         )
         """How many there are, estimated."""
-        self.limit = self._quantile([one[3] for one in sampled], stand_for)
+        self._limit = self._quantile([one[3] for one in sampled], stand_for)
         for one in sampled:
             self._keep(*one)
 
@@ -196,88 +140,39 @@ class Sweep:
         return HIGHEST if at >= len(flat) else int(flat[order[at]])
 
     @property
-    def is_done(self) -> bool:
-        """Whether every fan was looked at."""
-        return not self._todo
+    def takes_all(self) -> bool:
+        """Whether every chunk is a victim, however high its rank is."""
+        return self._limit == HIGHEST
 
-    @property
-    def took_ns(self) -> int:
-        return int((time.monotonic() - self._began_s) * 1e9)
+    def victims(self) -> Candidates:
+        """Return what goes first of the fans so far, in order."""
+        return in_order(np.concatenate([np.empty(0, CANDIDATE), *self._found]))
 
-    @property
-    def found(self) -> int:
-        """How many victims there are for :meth:`take`."""
-        return sum(map(len, self._found))
+    def drain(self, pulse: Callable[[], None]) -> None:
+        """Look at all the rest; ``pulse`` is called often meanwhile."""
+        for space, fans in self._todo:
+            while fans:
+                pulse()
+                names, mtimes_ns = _read(space, fans, _TOGETHER)
+                self._keep(space, names, mtimes_ns, self._rank(names, mtimes_ns))
 
-    @property
-    def expired(self) -> int:
-        """How many there are for :meth:`take_expired`."""
-        return sum(map(len, self._expired))
+    def _keep(self, space: Space, names: ChunkNames, mtimes_ns: Column, ranks: Column) -> None:
+        self.counts[space.name] += len(names)
+        self.newest_ns = max(self.newest_ns, int(mtimes_ns.max(initial=0)))
+        at = np.flatnonzero(ranks <= self._limit)
+        some = np.empty(len(at), CANDIDATE)
+        some["rank"], some["mtime_ns"] = ranks[at], mtimes_ns[at]
+        some["space"], some["chunk"] = space.name, names[at].digits.view("S64")[:, 0]
+        self._found.append(some)
 
-    def take(self) -> Candidates:
-        """Return what goes first of the fans so far, in no order, and leave that out from now."""
-        found, self._found = self._found, []
-        return Candidates.joined(found)
 
-    def put(self, some: Candidates) -> None:
-        """Add victims for :meth:`take`."""
-        self._found += [some] if some else []
-
-    def take_expired(self) -> Candidates:
-        """Return what has outlived its time, as :meth:`take` does."""
-        found, self._expired = self._expired, []
-        return Candidates.joined(found)
-
-    def empty(self, found: Iterable[Space]) -> list[str]:
-        """Return which of these have no chunk, once all is done. Raises OSError."""
-        return [one.name for one in found if self._chunks.get(one.name) == 0 and not one.is_hidden]
-
-    def step(self, by_name: Mapping[str, Space], chunks: int = 1) -> None:
-        """Look at one fan more, in the namespaces given by their names.
-
-        At more of the same namespace until these hold so many ``chunks``.
-        """
-        name, fan = self._todo.pop()
-        space = by_name.get(name)
-        if space is None:
-            return
-        read = [space.columns(fan)]
-        seen = len(read[0][0])
-        try:
-            while seen < chunks and self._todo and self._todo[-1][0] == name:
-                read.append(space.columns(self._todo.pop()[1]))
-                seen += len(read[-1][0])
-        finally:  # what was read counts also where the next one cannot be
-            names = ChunkNames.joined([one[0] for one in read])
-            mtimes_ns = np.concatenate([one[1] for one in read])
-            self._keep(name, names, mtimes_ns, self.rank(names, mtimes_ns))
-
-    def drain(self, by_name: Mapping[str, Space], pulse: Callable[[], None]) -> None:
-        """Look at all the rest."""
-        while self._todo:
-            pulse()
-            if self._todo:  # what is called may have gone on
-                self.step(by_name, _TOGETHER)
-
-    def _keep(self, space: str, names: ChunkNames, mtimes_ns: Column, ranks: Column) -> None:
-        self._chunks[space] += len(names)
-
-        def those(which: npt.NDArray[np.bool_], by: Column) -> Candidates:
-            at = np.flatnonzero(which)
-            if len(at) > len(self._labels.get(space, ())):
-                self._labels[space] = np.full(len(names), space, dtype=object)
-            label = self._labels[space][: len(at)]
-            return Candidates(by[at], mtimes_ns[at], label, names[at])
-
-        is_victim = ranks <= self.limit
-        if len(names) and mtimes_ns.min() < self._expired_ns:
-            is_over = mtimes_ns < self._expired_ns
-            is_victim &= ~is_over
-            self._expired.append(those(is_over, mtimes_ns))
-        victims = those(is_victim, ranks)
-        self.put(victims)
-        self.picked += len(victims)
-        if len(names) and mtimes_ns.max() > self._latest_ns:
-            self.ahead += those(mtimes_ns > self._latest_ns, mtimes_ns)
-        if len(self.ahead) > 2 * self._wanted:
-            self.ahead = sorted(self.ahead)[: self._wanted]
+def _read(
+    space: Space, fans: list[str], chunks: int, most: int = 1 << 16
+) -> tuple[ChunkNames, Column]:
+    """Read fans, which leave the list, until they hold so many chunks; ``most`` fans."""
+    read, seen = [(ChunkNames.of(()), np.empty(0, dtype=np.int64))], 0
+    while fans and seen < chunks and len(read) <= most:
+        read.append(space.columns(fans.pop()))
+        seen += len(read[-1][0])
+    names = ChunkNames.joined([one[0] for one in read])
+    return names, np.concatenate([one[1] for one in read])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import hashlib
 import os
 import threading
@@ -10,12 +9,11 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 from unittest import mock
 
 import pytest
 
-from helpers import SOON_S, DirectoryTest, until, without_native_deletion
+from helpers import SOON_S, DirectoryTest, until
 from replay import LAYOUT
 from vua.capacity import evictor, reclaim, scan, spaces
 from vua.capacity.evictor import Evictor
@@ -85,34 +83,12 @@ class SweepTest(DirectoryTest):
         return next_tick_ns(self.upkeep)
 
 
-class TestTogether(SweepTest):
-    """Folders that are ranked together."""
-
-    def test_failure(self) -> None:
-        """A folder that cannot be read costs the sweep none that were read before it."""
-        sweep = scan.Sweep([self.space], 10 * self.many)  # all chunks are victims
-        looks, real = Counter[str](), spaces.columns_of
-
-        def columns_of(space: Space, fan: str) -> object:
-            looks[fan] += 1
-            if looks.total() == 20:
-                raise OSError(errno.EMFILE, os.strerror(errno.EMFILE), fan)
-            return real(space, fan)
-
-        with mock.patch.object(spaces, "columns_of", columns_of):
-            with self.assertRaises(OSError) as caught:
-                sweep.drain({SPACE: self.space}, lambda: None)
-            sweep.drain({SPACE: self.space}, lambda: None)
-        unread = sum(name[:2] == caught.exception.filename for name in self.names)
-        self.assertEqual(self.many - unread, sweep.found)
-
-
 class TestParts(SweepTest):
     """First victims before the end."""
 
     @pytest.mark.thorough
     def test_first_victims(self) -> None:
-        """For writers it evicts after a fifteenth of a sweep; who goes on has the exact order."""
+        """For writers it evicts from a fifteenth of a sweep; a whole one gives the exact order."""
         victims = self.sharing()
         with (
             mock.patch.object(evictor, "AT_ONCE", 0),
@@ -122,37 +98,12 @@ class TestParts(SweepTest):
         ):
             victims.evict(NBYTES, self.tick())
             self.assertLessEqual(sum(looks.values()), 256 // 15)
-            self.assertTrue(victims.is_searching)
             (gone,) = {*range(self.many)} - {*self.stored()}
             self.assertGreater(gone, self.many // 2)
-            victims.prepare(self.tick(), lambda: None)
-            self.assertEqual([1], sorted({*looks.values()}))  # nothing was looked at twice
+            victims.search(self.tick())
             left = self.stored()
             victims.evict(9 * NBYTES, self.tick())
         self.assertEqual(left[:-9], self.stored())
-
-    @pytest.mark.thorough
-    def test_of_all_so_far(self) -> None:
-        """While a sweep goes on the lowest of all folders go that it has looked at by then."""
-        victims, gone = self.sharing(), list[int]()
-        with (
-            mock.patch.object(evictor, "AT_ONCE", 0),
-            mock.patch.object(evictor, "_VICTIMS", 400),
-            mock.patch.object(scan, "_SAMPLED_CHUNKS", 20),
-            self.counted() as looks,
-        ):
-            victims.evict(NBYTES, self.tick())
-
-            def pulse() -> None:
-                if sum(looks.values()) == self.fans - 6:
-                    before = {*self.stored()}
-                    seen = {at for at in before if looks[self.names[at][:2]]}
-                    victims.evict(20 * NBYTES, self.tick())
-                    gone.extend(before - {*self.stored()})
-                    self.assertEqual(sorted(seen)[-20:], sorted(gone))
-
-            victims.prepare(self.tick(), pulse)
-        self.assertEqual(20, len(gone))
 
     @pytest.mark.thorough
     def test_exact(self) -> None:
@@ -202,30 +153,6 @@ class TestParts(SweepTest):
                 answered.set()
                 until(lambda: sum(looks.values()) >= self.fans)
 
-    @pytest.mark.thorough
-    def test_little_too_much(self) -> None:
-        """Beyond the limit by 1.5 % a writer goes on once more went than it adds."""
-        answered, gone, real = threading.Event(), 0, evictor.evict_chunk
-
-        def evict_chunk(space: Space, chunk: str, **options: Any) -> int | None:
-            nonlocal gone
-            gone += 1
-            if gone > 4:  # of 16
-                answered.wait(SOON_S)
-            return real(space, chunk, **options)
-
-        limits = Limits(max_bytes=(self.many - 15) * NBYTES, min_free_bytes=0)
-        with (
-            mock.patch.object(evictor, "AT_ONCE", 0),
-            mock.patch.object(reclaim, "AT_ONCE", 0),
-            mock.patch.object(evictor, "evict_chunk", evict_chunk),
-            without_native_deletion(),
-        ):
-            reclaimer = Reclaimer(self.root, limits, Counter(), LRU())
-            self.addCleanup(reclaimer.close)
-            self.assertTrue(reclaimer.reserve(NBYTES))
-            answered.set()
-
 
 class TestShared(SweepTest):
     """One sweep for all processes."""
@@ -266,7 +193,7 @@ class TestShared(SweepTest):
         real = evictor.mtime_ns_of
         with mock.patch.object(evictor, "SHARED", 1):
             one.evict(NBYTES, self.tick())
-            other.prepare(self.tick(), lambda: None, looks=False)
+            self.assertTrue(other.adopt(self.tick()))
             self.assertLess(self.many - 10, other.left)
             one.evict(1000 * NBYTES, self.tick())
             with mock.patch.object(evictor, "mtime_ns_of", mtime_ns_of):
@@ -279,28 +206,21 @@ class TestShared(SweepTest):
         """What is no such file is passed over; one that lies about times lets no used one go."""
         one = self.sharing()
         with mock.patch.object(evictor, "SHARED", 1):
-            one.prepare(self.tick(), lambda: None)
+            one.search(self.tick())
         path = self.root / ".upkeep" / "victims"
         sound = path.read_bytes()
-        cut = [
-            sound[:-1],
-            sound[:20],
-            b"",
-            sound + b"x",
-            b"?" + sound[1:],
-            sound[:40] + b"\xff" * 4,
-        ]
-        for data in cut:
+        name = scan.names_of(told_victims(self.upkeep, 0, self.tick()).found)[0].encode()
+        for data in (
+            *(sound[:-1], sound[:20], b"", sound + b"x", b"?" + sound[1:]),
+            sound.replace(name, b"/../" * 16),
+        ):
             path.write_bytes(data)
             self.assertIsNone(told_victims(self.upkeep, 0, self.tick()))
         path.write_bytes(sound)
         told = told_victims(self.upkeep, 0, self.tick())
         assert told is not None
-        os.utime(self.folder(self.names[5]))
         later_ns = told.seen_ns + 10**18
-        now = [scan.Candidate(0, mtime, *rest) for _, mtime, *rest in told.found]
-        found = scan.Candidates.of(now)
-        tell_victims(self.upkeep, told._replace(seen_ns=later_ns, found=found))
+        tell_victims(self.upkeep, told._replace(seen_ns=later_ns, until_ns=2 * later_ns))
         again = told_victims(self.upkeep, 0, self.tick())
         assert again is not None
         self.assertLess(again.seen_ns, later_ns)
@@ -308,53 +228,17 @@ class TestShared(SweepTest):
 
     @pytest.mark.thorough
     def test_expiry(self) -> None:
-        """Of all processes one sweeps for a time to live, and learns victims in the same sweep."""
-
-        class Other(LRU):
-            """Ranks by something else, as a learned policy does."""
-
-            is_lasting = False
-
-            def rank(self, now_ns: int) -> scan.Rank:
-                del now_ns
-                return lambda _, mtimes_ns: mtimes_ns - 10**18
-
+        """Of all processes one looks for what has outlived its time to live."""
         self.age(100)
         limits = Limits(max_bytes=2 * self.many * NBYTES, min_free_bytes=0, ttl_s=86_400)
         with self.counted() as looks:
             for _ in range(4):
-                reclaimer = Reclaimer(self.root, limits, Counter(), Other())
+                reclaimer = Reclaimer(self.root, limits, Counter(), LRU())
                 self.addCleanup(reclaimer.close)
                 reclaimer.measure()
                 reclaimer.work_ahead()
         self.assertEqual(self.fans, sum(looks.values()))
         self.assertEqual([*range(self.many - 100)], self.stored())
-
-    @pytest.mark.thorough
-    def test_expiry_keeps_victims(self) -> None:
-        """A sweep for a time to live leaves victims that need no other sweep."""
-        self.age(100)
-        one = Evictor(self.root)
-        with self.counted() as looks:
-            one.expire(self.tick(), self.now_ns - 24 * HOUR_NS)
-            one.evict(5 * NBYTES, self.tick())
-        self.assertEqual(self.fans, sum(looks.values()))
-        self.assertEqual([*range(self.many - 105)], self.stored())
-
-    def test_expiry_serves_writers(self) -> None:
-        """Who evicts while a sweep for a time to live is under way takes from it, to its end."""
-        self.age(100)
-        one, evicted = Evictor(self.root), list[int]()
-
-        def pulse(_: object) -> None:
-            if not evicted:
-                evicted.append(one.evict(5 * NBYTES, self.tick()).chunks)
-
-        with self.counted() as looks:
-            freed = one.expire(self.tick(), self.now_ns - 24 * HOUR_NS, pulse)
-        self.assertEqual(100, freed.chunks)
-        self.assertEqual(self.fans, sum(looks.values()))
-        self.assertEqual([*range(self.many - 105)], self.stored())
 
     def age(self, chunks: int) -> None:
         """Let the last chunks be two days old."""

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
 from pathlib import Path
 
 import torch
 
 from helpers import caches_of
-from vua.capacity.scan import Space, Sweep
 from vua.core import VUA, VUAConfig
 
 TOKENS = 64
@@ -33,10 +31,3 @@ def store_as_user(directory: Path, nbytes: int, numbers: range) -> int:
     os.setuid(USER)
     with VUA(config(nbytes), directory) as vua:
         return sum(put(vua, number) == 16 for number in numbers)
-
-
-def lowest(found: Sequence[Space], wanted: int) -> Sweep:
-    """Return a sweep that has looked at all of these."""
-    sweep = Sweep(found, wanted)
-    sweep.drain({space.name: space for space in found}, lambda: None)
-    return sweep

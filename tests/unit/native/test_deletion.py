@@ -54,16 +54,14 @@ RACE = """
 import os, sys
 import numpy as np
 from vua.capacity.removal import delete_aside, evict_chunk, ordinary_chunk
-from vua.capacity.scan import Candidate, Candidates
 from vua.capacity.spaces import Space
-from vua.native.entries import delete_chunks
+from vua.native.entries import ChunkNames, delete_chunks
 
 folder, added, root, first, second = sys.argv[1:]
 space = Space("n", os.open(root, os.O_RDONLY))
 print(evict_chunk(space, first))
 os.environ |= {"FOLDER": folder, "ADD": added}
-victims = Candidates.of([Candidate(0, 10**18, "n", second)])
-columns = victims.chunks, victims.mtimes_ns
+columns = ChunkNames.of([second]), np.array([10**18])
 gone = delete_chunks(space.fd, *columns, 1 << 62, 1 << 20, ordinary_chunk())
 print(gone.settled, gone.is_unusual)
 print(delete_aside(space, second, gone.aside, 10**18))
