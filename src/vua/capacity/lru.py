@@ -25,18 +25,14 @@ import contextlib
 import errno
 import functools
 import os
-import secrets
-import stat
 import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from typing import Final, Generic, TypeVar
 
-from vua.io.files import make_file
 from vua.io.forks import new_lock, watch
 from vua.io.pool import Job, Pool
-from vua.io.posix import close_quietly, is_local
 from vua.native import LATEST_NS
 from vua.storage.names import chunk_path
 
@@ -50,11 +46,10 @@ evict the front of its own prompt."""
 FULL: Final = frozenset({errno.ENOSPC, errno.EDQUOT})
 """Errors that mean: nothing can be made here, and perhaps nothing be changed."""
 
-CLOCK: Final = "clock"
 _TICK_MAX_S: Final = 0.05
 """Longest wait for the file system's clock."""
 _TICK_STEP_S: Final = 0.002
-"""Interval of reading it; each read writes the file ``clock``, and takes the GIL six times."""
+"""Interval of reading it; each read takes the GIL."""
 
 
 def mtime_ns_of(directory: int, chunk: str) -> int | None:
@@ -143,36 +138,13 @@ class Bare(int):
 
 
 def server_now_ns(directory: int) -> int:
-    """Return the file system's own time, ns since 1970; costs a write to a file named ``clock``.
+    """Return the file system's own time, ns since 1970, which ``directory`` then has as its mtime.
 
-    If that file is another user's, it costs a new file that is deleted again. If a local file
-    system is full, the kernel's clock is read, which is its clock. Raises OSError if ``directory``
-    (a descriptor) cannot be written to.
+    Needs no space, so a full file system tells it, too. Raises OSError if ``directory`` (a
+    descriptor) cannot be written to.
     """
-    try:
-        if isinstance(directory, Bare):
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))  # noqa: TRY301
-        return _time_of_file(directory)
-    except OSError as problem:
-        if problem.errno not in FULL or not is_local(directory):
-            raise
-    coarse = getattr(time, "CLOCK_REALTIME_COARSE", None)
-    return time.time_ns() if coarse is None else time.clock_gettime_ns(coarse)
-
-
-def _time_of_file(directory: int) -> int:
-    try:
-        fd = make_file(CLOCK, dir_fd=directory)
-    except OSError:
-        return _time_of_new_file(directory)
-    try:
-        status = os.fstat(fd)
-        if not stat.S_ISREG(status.st_mode) or status.st_size or status.st_nlink != 1:
-            return _time_of_new_file(directory)  # something else has that name
-        os.utime(fd)
-        return os.fstat(fd).st_mtime_ns
-    finally:
-        close_quietly(fd)
+    os.utime(directory)
+    return os.fstat(directory).st_mtime_ns
 
 
 def next_tick_ns(directory: int) -> int:
@@ -188,16 +160,6 @@ def next_tick_ns(directory: int) -> int:
         time.sleep(_TICK_STEP_S)
         now_ns = server_now_ns(directory)
     return now_ns if now_ns != began_ns else began_ns + 1
-
-
-def _time_of_new_file(directory: int) -> int:
-    name = f"{CLOCK}-{secrets.token_hex(4)}"
-    fd = make_file(name, os.O_EXCL, dir_fd=directory)
-    try:
-        return os.fstat(fd).st_mtime_ns
-    finally:
-        close_quietly(fd)
-        os.unlink(name, dir_fd=directory)
 
 
 INTERVAL_S: Final = 60.0

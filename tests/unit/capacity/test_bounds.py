@@ -6,7 +6,6 @@ import doctest
 import errno
 import json
 import os
-import shutil
 import subprocess
 import time
 from collections.abc import Iterator
@@ -18,14 +17,14 @@ from unittest import mock
 import pytest
 from hypothesis import strategies as st
 
-from helpers import DirectoryTest, descriptors, native_code
+from helpers import DirectoryTest, native_code
 from properties import given, settings
 from replay import LAYOUT, NBYTES, Cache
 from vua.capacity import limits as bounds_module
 from vua.capacity.evictor import Evictor
 from vua.capacity.lease import lease, upkeep_directory
 from vua.capacity.limits import Limits, ResolvedLimits, read_bounds, write_bounds
-from vua.capacity.lru import CLOCK, Recent, mtime_ns_of, server_now_ns, set_mtime, touch
+from vua.capacity.lru import Recent, mtime_ns_of, server_now_ns, set_mtime, touch
 from vua.capacity.usage import measure
 from vua.errors import ConfigError, StorageFullError
 from vua.format.keys import KeyChain, token_ids
@@ -135,21 +134,6 @@ class TestRecency(DirectoryTest):
             now = server_now_ns(self.fd)
         self.assertLess(now - self.stamps(self.trunk)[0], DAY_NS)
         self.assertGreaterEqual(now, self.stamps(self.trunk)[0])
-
-    def test_clock_of_somebody_else(self) -> None:
-        """Where something else has the clock's name a new file tells the time, and is gone then."""
-        self.cache.capacity.close()  # whose thread opens files, too
-        for made in (Path.mkdir, lambda path: path.write_text("theirs")):
-            with self.subTest(made=made):
-                clock = self.cache.store.storage.directory / CLOCK
-                shutil.rmtree(clock, ignore_errors=True)
-                clock.unlink(missing_ok=True)
-                made(clock)
-                there, before = sorted(clock.parent.iterdir()), descriptors(self.root)
-                now, own = server_now_ns(self.fd), self.stamps(self.trunk)[0]
-                self.assertGreaterEqual(now, own)
-                self.assertEqual(there, sorted(clock.parent.iterdir()))
-                self.assertEqual(before, descriptors(self.root))
 
     def test_recent(self) -> None:
         """A name passes once per interval, and again when it was crowded out."""
