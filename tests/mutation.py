@@ -189,14 +189,14 @@ NAMED: tuple[Named, ...] = (
     Named(
         "a writer waits for the end of a sweep over very many chunks",
         "vua/capacity/evictor.py",
-        "self.shares and sweep.chunks > AT_ONCE",
-        "False",
+        "whole or not self.shares or sweep.chunks <= AT_ONCE",
+        "True",
     ),
     Named(
         "each process sweeps for itself where times to live end",
         "vua/capacity/reclaim.py",
-        "left_s > 0",
-        "False",
+        "stays_s=pause_s",
+        "stays_s=0.0",
     ),
     Named(
         "a process deletes logs of others that write",

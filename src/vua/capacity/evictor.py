@@ -133,8 +133,7 @@ class Evictor:
         """Whether chunks that are not yet uploaded to slower tiers stay, while other chunks can
         go."""
         self.counts: Counter[str] = Counter()
-        """``unsent_evicted``: evicted before they were uploaded; ``immovable``: chunks that cannot
-        go."""
+        """``unsent_evicted``: evicted before they were uploaded."""
         self.immovable: dict[tuple[str, str], OSError] = {}
         """Chunks, as (namespace, chunk), that could be neither moved nor deleted, and why. They are
         skipped."""
@@ -201,10 +200,8 @@ class Evictor:
         self._victims = victims
 
     def _drop(self, empty: Sequence[str], now_ns: int) -> None:
-        if not (empty and self._is_real):
-            return
         with closing_fd(os.open(self._root, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)) as fd:
-            for name in empty:
+            for name in empty if self._is_real else ():
                 drop_empty(fd, name, now_ns - int(GRACE_S * 1e9), now_ns)
 
     def evict(
@@ -236,21 +233,16 @@ class Evictor:
             by_name = {space.name: space for space in found}
             run = _Run(by_name, nbytes, now_ns, before_ns, pins_nbytes, pulse)
             for run.takes_unsent in (False, True) if self.spares_unsent else (True,):
-                self._run(run)
+                wanted, before, more = _VICTIMS, -1, True
+                self._take(run)
+                while more and run.freed.nbytes < nbytes:
+                    stayed = before == run.freed.chunks  # all of the last are pinned, or in use
+                    wanted, before = wanted * (_MORE if stayed else 1), run.freed.chunks
+                    if stayed or not self.adopt(now_ns):
+                        go_on = partial(self._pulse, run)
+                        more = self.search(now_ns, go_on, wanted=wanted, whole=stayed)
+                    self._take(run)
         return run.freed
-
-    def _run(self, run: _Run) -> None:
-        """Take known victims, and search for more, until enough is freed or nothing is left."""
-        wanted, before, more = _VICTIMS, -1, True
-        while True:
-            self._take(run)
-            if run.freed.nbytes >= run.nbytes or not more:
-                return
-            stayed = before == run.freed.chunks  # all of the last ones are pinned, or in use
-            wanted, before = wanted * (_MORE if stayed else 1), run.freed.chunks
-            if stayed or not self.adopt(run.now_ns):
-                pulse = partial(self._pulse, run)
-                more = self.search(run.now_ns, pulse, wanted=wanted, whole=stayed)
 
     @staticmethod
     def _pulse(run: _Run) -> None:
@@ -271,7 +263,7 @@ class Evictor:
             while at < len(some) and run.freed.nbytes < run.nbytes:
                 gone = self._take_ordinary(found[some[at : at + _AT_A_TIME]], run, seen_ns)
                 at += gone.settled
-                if not gone.is_unusual:
+                if not gone.is_unusual or (run.freed.nbytes >= run.nbytes and not gone.aside):
                     run.pulse(run.freed)
                     continue
                 victim = Candidate.of(found[some[at]])
@@ -416,7 +408,6 @@ class Evictor:
 
     def _pass_over(self, victim: Candidate, problem: OSError) -> None:
         self.immovable[victim.space, victim.chunk] = problem
-        self.counts["immovable"] += 1
         if len(self.immovable) == 1:
             log.warning("%s: %s", self._root, told_immovable(self.immovable))
 

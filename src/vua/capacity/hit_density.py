@@ -73,7 +73,6 @@ _SLACK_S: Final = 0.1  # a hint follows its request at once, and two clocks may 
 _PART_CHUNKS, _PART_RECORDS = 1 << 15, 1 << 12  # what is counted at once, in some 5 MB
 
 _SUFFIX: Final = ".uses"
-_SUFFIXES: Final = (_SUFFIX, ".hints")  # of hints of before: foreign to a reader, deleted when old
 _MAGIC: Final = b"VUAuses2"
 """Then records of numbers of 64 bits: time in microseconds since 1970; 0 for a request, for a hint
 1 and the milliseconds for which chunks are retained; how many chunks; the first eight bytes of
@@ -401,7 +400,7 @@ class UseLog:
         def found() -> Iterator[tuple[int, str, int]]:
             with os.scandir(self._folder) as entries:
                 for entry in entries:
-                    if entry.name.endswith(_SUFFIXES):
+                    if entry.name.endswith(_SUFFIX):
                         with contextlib.suppress(OSError):
                             status = entry.stat(follow_symlinks=False)
                             if stat.S_ISREG(status.st_mode):

@@ -33,9 +33,10 @@ import numpy as np
 
 from vua.capacity.lru import FULL, Bare, server_now_ns
 from vua.capacity.scan import CANDIDATE, Candidates, in_order
+from vua.errors import ConfigError
 from vua.io.files import make_directory, make_file, make_folder, see_to_mode
 from vua.io.posix import close_quietly, closing_fd
-from vua.storage.mark import UPKEEP
+from vua.storage.mark import UPKEEP, is_marked
 
 LEASE_S: Final = 30.0
 """After so long without a renewal a holder counts as dead: it renews often while it searches."""
@@ -122,11 +123,13 @@ def lease(directory: int, name: str = "search", *, stays_s: float = 0.0) -> Iter
     try:
         yield Lease(fd) if is_free else None
     finally:
-        if fd is not None:
+        if fd is not None and stays_s:
+            close_quietly(fd)
+        elif fd is not None:
             with contextlib.suppress(OSError):
                 ours = os.fstat(fd)
                 there = os.stat(name, dir_fd=directory, follow_symlinks=False)
-                if not stays_s and (ours.st_dev, ours.st_ino) == (there.st_dev, there.st_ino):
+                if (ours.st_dev, ours.st_ino) == (there.st_dev, there.st_ino):
                     os.unlink(name, dir_fd=directory)
             close_quietly(fd)
 
@@ -177,8 +180,7 @@ class Writers:
     """
 
     def __init__(self) -> None:
-        self._name = secrets.token_hex(8)
-        self._known, self._is_there = 1, False
+        self._name, self._is_there = secrets.token_hex(8), False
 
     def leave(self, root: str | os.PathLike[str]) -> None:
         """Count no more."""
@@ -187,36 +189,31 @@ class Writers:
             with contextlib.suppress(OSError):
                 (Path(root) / UPKEEP / _WRITERS / self._name).unlink()
 
-    def count(self, directory: int) -> int:
-        """Return how many there are, this one too: in ``directory``, that of the lease.
+    def count(self, root: str | os.PathLike[str]) -> int:
+        """Return how many there are, this one too; 1 where nothing can be looked at."""
+        try:
+            if is_marked(root):
+                with upkeep_folder(root, _WRITERS) as folder:
+                    return max(1, self._count(folder))
+        except (OSError, ConfigError):
+            pass
+        return 1
 
-        What was known last where nothing can be looked at.
-        """
-        with contextlib.suppress(OSError):
-            self._known = max(1, self._count(directory))
-        return self._known
-
-    def _count(self, directory: int) -> int:
-        with closing_fd(
-            make_directory(directory, _WRITERS, stat.S_IMODE(os.fstat(directory).st_mode))
-        ) as folder:
-            fd = make_file(self._name, dir_fd=folder)
-            try:
-                os.utime(fd)
-                self._is_there, now_ns = True, os.fstat(fd).st_mtime_ns
-            finally:
-                os.close(fd)
-            names = [name for name in os.listdir(folder) if _WRITER.fullmatch(name)]
-            some = random.sample(names, min(_LOOKED_AT, len(names)))
-            live = 0
-            for name in some:
-                with contextlib.suppress(OSError):
-                    status = os.stat(name, dir_fd=folder, follow_symlinks=False)
-                    if abs(now_ns - status.st_mtime_ns) < WRITER_S * 1e9:
-                        live += 1
-                    elif not status.st_size and stat.S_ISREG(status.st_mode):
-                        os.unlink(name, dir_fd=folder)
-            return math.ceil(len(names) * live / max(1, len(some)))
+    def _count(self, folder: int) -> int:
+        with closing_fd(make_file(self._name, dir_fd=folder)) as fd:
+            os.utime(fd)
+            self._is_there, now_ns = True, os.fstat(fd).st_mtime_ns
+        names = [name for name in os.listdir(folder) if _WRITER.fullmatch(name)]
+        some = random.sample(names, min(_LOOKED_AT, len(names)))
+        live = 0
+        for name in some:
+            with contextlib.suppress(OSError):
+                status = os.stat(name, dir_fd=folder, follow_symlinks=False)
+                if abs(now_ns - status.st_mtime_ns) < WRITER_S * 1e9:
+                    live += 1
+                elif not status.st_size and stat.S_ISREG(status.st_mode):
+                    os.unlink(name, dir_fd=folder)
+        return math.ceil(len(names) * live / max(1, len(some)))
 
 
 class Victims(NamedTuple):

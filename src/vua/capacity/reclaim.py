@@ -26,7 +26,7 @@ from vua.capacity import marks
 from vua.capacity.evictor import AT_ONCE, PINNED_SHARE, Evictor
 from vua.capacity.lease import Lease, Writers, lease, upkeep_directory
 from vua.capacity.limits import Limits
-from vua.capacity.lru import Bare, next_tick_ns
+from vua.capacity.lru import next_tick_ns
 from vua.capacity.policy import LRU
 from vua.capacity.removal import NOTHING, DeletionTotals, drop_empty_fans
 from vua.capacity.scan import HIGHEST, Candidate
@@ -34,7 +34,7 @@ from vua.capacity.spaces import spaces
 from vua.capacity.usage import UsageEstimate
 from vua.errors import ConfigError
 from vua.io.forks import watch
-from vua.io.posix import close_quietly, closing_fd
+from vua.io.posix import closing_fd
 from vua.storage.local import LocalStorage
 from vua.storage.mark import MARK, how_to_mark, is_marked
 
@@ -48,8 +48,8 @@ _BURST_FILES: Final = (8, 512)
 (but never a hundredth of the limit); ext4 creates files slowly after tens of thousands of
 deletes."""
 _PARTS: Final = 64
-"""A writer that finds far too much stored evicts a part of the limit and measures again: other
-writers may evict at the same time. All writers together take so many steps at least."""
+"""A writer that finds far too much stored evicts a part of the limit: other writers may evict at
+the same time. All writers together take so many steps at least."""
 _SEARCH_SHARE: Final = 0.95
 """From this share of the limit on victims are looked for, so that they are known when needed."""
 _FEW_VICTIMS: Final = 4096
@@ -354,24 +354,17 @@ class Reclaimer:
     def _free(self, nbytes: int, below: Below) -> bool:
         """Evict for a writer of ``nbytes`` that waits, and a burst more; whether it may write.
 
-        Where much must go, as after the limit was lowered, the other writers evict, too: each takes
-        a part and measures. Where the limit is exceeded by little it is enough that more goes than
-        is added: the rest goes ahead of need.
+        Where much must go, as after the limit was lowered, it is enough that more goes than is
+        added: other writers evict, too, and the rest goes ahead of need.
         """
         estimate, burst_bytes = self._estimate, self._burst_bytes()
-        while (need := estimate.missing(nbytes)) > 0:
-            is_little = estimate.is_tolerable(nbytes)
-            part = max(2 * nbytes, burst_bytes // 8 if is_little else self._part_bytes())
-            # While no victims are known the writer waits for a search, too: a small burst does.
-            more_bytes = burst_bytes if self._knows_victims else burst_bytes // 8
-            freed = self._evict(need + more_bytes if need <= part else part, below)
-            if freed.nbytes < min(need, 2 * nbytes):
-                return False
-            if need > part:
-                if is_little:
-                    break
-                self.measure()
-        return True
+        if (need := estimate.missing(nbytes)) <= 0:
+            return True
+        # While no victims are known the writer waits for a search, too: a small burst does.
+        more_bytes = burst_bytes if self._knows_victims else burst_bytes // 8
+        part = max(_BURST_FILES[0] * nbytes, burst_bytes, self._part_bytes())
+        freed = self._evict(min(need + more_bytes, part), below)
+        return freed.nbytes >= min(need, 2 * nbytes)
 
     def _refresh(self, nbytes: int) -> None:
         estimate = self._estimate
@@ -400,21 +393,21 @@ class Reclaimer:
             if self._evict(wanted, ahead=True).nbytes < need:  # do not try all the time
                 cost_s = time.monotonic() - began_s
                 self._ahead_from_s = began_s + max(0.1, 11 * cost_s)
+            elif self._estimate.missing(0) > 0:  # more is to go, by others, too
+                self.measure()
+                self._has_work = True
 
     def _search(self) -> None:
         """Look for victims, unless another process does so: then take what it has found."""
         began_s = time.monotonic()
-        if not self._may_delete():
-            self._search_from_s = began_s + _TTL_INTERVAL_S
-            return
-        try:
-            with closing_fd(upkeep_directory(self._root)) as directory:
-                now_ns = next_tick_ns(directory)
-                with lease(directory) as held:
-                    if not self._evictor.adopt(now_ns) and held is not None:
-                        self._evictor.search(now_ns, partial(self._between, held))
-        except OSError as problem:
-            self._cannot_evict(problem)
+
+        def search(directory: int, now_ns: int) -> DeletionTotals:
+            with lease(directory) as held:
+                if not self._evictor.adopt(now_ns) and held is not None:
+                    self._evictor.search(now_ns, partial(self._between, held))
+            return NOTHING
+
+        self._delete(search)
         self._search_from_s = began_s + max(1.0, 21 * (time.monotonic() - began_s))
 
     def _follow(self) -> bool:
@@ -428,21 +421,9 @@ class Reclaimer:
         """Measure the target of writes: again if it became another directory meanwhile."""
         for _ in range(_MEASUREMENTS):
             self._follow()
-            self._estimate.measure(self.warn_once, self._count_writers())
+            self._estimate.measure(self.warn_once, self._writers.count(self._root))
             if not self._follow():
                 break
-
-    def _count_writers(self) -> int:
-        try:
-            if not is_marked(self._root):
-                return 1
-            directory = upkeep_directory(self._root)
-        except (OSError, ConfigError):
-            return 1
-        try:
-            return 1 if isinstance(directory, Bare) else self._writers.count(directory)
-        finally:
-            close_quietly(directory)
 
     def _expire(self) -> None:
         """Delete what was not used for its time to live: every eighth of that, or each minute.
@@ -630,6 +611,8 @@ class Reclaimer:
         if self._requests and estimate.is_stale:
             self.measure()
         while self._requests and (
-            self._knows_victims or estimate.missing(self._requests[0].nbytes) <= 0
+            self._knows_victims
+            or estimate.chunks > AT_ONCE  # a sample shows some
+            or estimate.missing(self._requests[0].nbytes) <= 0
         ):
             self._serve()

@@ -45,7 +45,6 @@ from vua.capacity.lru import (
 from vua.capacity.marks import mark
 from vua.capacity.policy import LRU, LeastHitDensity
 from vua.capacity.reclaim import Below, Reclaimer
-from vua.capacity.removal import evict_chunk
 from vua.capacity.scan import Candidate
 from vua.capacity.spaces import Space
 from vua.errors import ConfigError, StorageFullError
@@ -139,7 +138,7 @@ class Capacity:
         """
         self._root, self.storage = Path(root), storage
         self.counts: Counter[str] = Counter()
-        """Events so far: chunks_evicted, bytes_evicted, chunks_refused, orphans, full."""
+        """Events so far: chunks_evicted, bytes_evicted, chunks_refused, full."""
         self.policy: LRU = policy or LeastHitDensity(root)
         self._limits = limits = Limits() if bounds is None else bounds
         self.reclaimer = Reclaimer(root, limits, self.counts, self.policy, storage)
@@ -200,7 +199,7 @@ class Capacity:
             set_mtime(fd, chunk, min(ORPHAN_MTIME_NS, before_ns - MTIME_STEP_NS))
 
     def adopt_orphans(self) -> None:
-        """Give orphans their mtimes, or delete them, after their parents had time to come."""
+        """Give orphans their mtimes, after their parents had time to come; else they go first."""
         self._adopt(time.monotonic())
 
     def _adopt(self, now_s: float) -> None:
@@ -208,25 +207,10 @@ class Capacity:
         with contextlib.suppress(IndexError):  # another thread took the last one
             while self._orphans and now_s - self._orphans[0][0] >= _ADOPT_WAIT_S:
                 due.append(self._orphans.popleft()[1:])
-        for settle in (self._is_adopted, self._is_evicted):
-            left = -1
-            while len(due) != left:  # a settled one may settle those after it
-                left = len(due)
-                due = [one for one in due if not settle(*one)]
-        self._orphans += [(now_s, *one) for one in due]  # after orphans of other processes
-
-    def _is_adopted(self, chunk: str, parent: str) -> bool:
-        with contextlib.suppress(OSError):
-            return inherit(self.storage.fileno(), chunk, parent)
-        return False
-
-    def _is_evicted(self, chunk: str, parent: str) -> bool:
-        """Delete a chunk whose parent is missing: no lookup could find it."""
-        if mtime_ns_of(self.storage.fileno(), parent) is not None:
-            return False
-        with contextlib.suppress(OSError):
-            self.counts["orphans"] += evict_chunk(self.space, chunk) is not None
-        return True
+        left = -1
+        while len(due) != left:  # an adopted one may be the parent of those after it
+            left = len(due)
+            due = [one for one in due if not inherit(self.storage.fileno(), *one)]
 
     # -- use ------------------------------------------------------------------------------------
 

@@ -15,7 +15,7 @@ import os
 import random
 import threading
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection
 from typing import Final, NamedTuple
 
 import numpy as np
@@ -115,7 +115,7 @@ def _measure(space: Space, counted: int, sized: int) -> Usage | None:
         some = _names_in(space, fan)
         if some is None:
             continue
-        picked = _merged(picked, count, some, sized)
+        picked += random.sample(some, min(len(some), sized - len(picked)))
         count, seen = count + len(some), seen + 1
         if count >= counted:
             break
@@ -133,15 +133,6 @@ def _measure(space: Space, counted: int, sized: int) -> Usage | None:
         return None
     chunks = round(count * len(fans) / seen)
     return Usage(round(float(sizes.mean()) * chunks), chunks, exact=len(sizes) == chunks)
-
-
-def _merged(picked: list[str], count: int, some: Sequence[str], most: int) -> list[str]:
-    if count + len(some) <= most:
-        return [*picked, *some]
-    share = count / (count + len(some))
-    old = int(np.random.default_rng().binomial(most, share))
-    old = max(most - len(some), min(old, len(picked)))
-    return random.sample(picked, old) + random.sample(some, most - old)
 
 
 def _names_in(space: Space, fan: str) -> ChunkNames | None:
@@ -252,12 +243,6 @@ class UsageEstimate:
     def is_ageing(self) -> bool:
         """Whether it is time to measure, before a writer has to wait for it."""
         return self.limits is None or self._unmeasured_bytes >= self._interval_bytes / 2
-
-    def is_tolerable(self, nbytes: int) -> bool:
-        """Whether ``nbytes`` more may be written while what is too much is evicted."""
-        most = 0 if self.limits is None else int(self.limits.max_bytes * (1 + TOLERANCE))
-        has_inodes = self._free_inodes is None or self._free_inodes > INODES_PER_CHUNK
-        return has_inodes and self.used_bytes + nbytes <= most and self._free_bytes > nbytes
 
     def doubt(self) -> None:
         """Measure before the next write, unless that was done a moment ago."""

@@ -13,7 +13,7 @@ import pytest
 
 from helpers import DirectoryTest
 from vua.capacity.hit_density import UseLog
-from vua.capacity.lease import WRITER_S, Writers, upkeep_directory
+from vua.capacity.lease import WRITER_S, Writers
 from vua.capacity.limits import Limits, ResolvedLimits
 from vua.capacity.usage import Usage, UsageEstimate
 from vua.storage.mark import UPKEEP, USES, make_mark
@@ -51,20 +51,11 @@ class TestLog(DirectoryTest):
         self.assertEqual(0, self.lost(64, 12, every=4))
         self.assertLess(0, self.lost(64, 24, every=24))
 
-    @pytest.mark.thorough
-    def test_few_keep_more(self) -> None:
-        """A process that is alone keeps the 8 MiB for itself."""
-        log = UseLog(self.root)
-        for number in range(600):
-            log.append(names(number))
-        self.assertGreater(len([*UseLog(self.root).records()]), 350)  # of 512 that have room
-
     def test_what_the_dead_leave(self) -> None:
         """Files that nobody has written to for ten minutes make room, and no others do."""
         for number in range(100):
             UseLog(self.root).append(names(number))
         files = sorted((self.root / UPKEEP / USES).iterdir())
-        files[0] = files[0].rename(files[0].with_suffix(".hints"))  # of an earlier VUA
         for path in files[:60]:
             path.write_bytes(path.read_bytes() * 16)
             ago_s = time.time() - (900 if path == files[0] else 700)
@@ -81,32 +72,30 @@ class TestWriters(DirectoryTest):
 
     def test_counted(self) -> None:
         """Each counts once, for ten minutes after it was there last; of many some are looked at."""
-        directory = upkeep_directory(self.root)
-        self.addCleanup(os.close, directory)
+        make_mark(self.root)
         fleet = [Writers() for _ in range(5)]
-        self.assertEqual([1, 2, 3, 4, 5], [one.count(directory) for one in fleet])
-        self.assertEqual(5, fleet[0].count(directory))
+        self.assertEqual([1, 2, 3, 4, 5], [one.count(self.root) for one in fleet])
+        self.assertEqual(5, fleet[0].count(self.root))
         fleet.append(Writers())
-        self.assertEqual(6, fleet[5].count(directory))
+        self.assertEqual(6, fleet[5].count(self.root))
         fleet[5].leave(self.root)
-        self.assertEqual(5, fleet[0].count(directory))
+        self.assertEqual(5, fleet[0].count(self.root))
         folder = self.root / UPKEEP / "writers"
         ago_s = time.time() - WRITER_S - 60
         for path in sorted(folder.iterdir())[:2]:
             os.utime(path, (ago_s, ago_s))
-        left = fleet[0].count(directory)
+        left = fleet[0].count(self.root)
         self.assertIn(left, (3, 4))
         for number in range(1000):
             (folder / f"{number:016x}").touch()
-        self.assertLess(abs(1000 + left - fleet[0].count(directory)), 20)
+        self.assertLess(abs(1000 + left - fleet[0].count(self.root)), 20)
 
     def test_not_to_be_made(self) -> None:
-        """Where nothing can be looked at the last answer holds."""
+        """Where nothing can be looked at there is one, this one."""
+        make_mark(self.root)
         (self.root / UPKEEP).mkdir()
         (self.root / UPKEEP / "writers").write_bytes(b"in the way")
-        directory = upkeep_directory(self.root)
-        self.addCleanup(os.close, directory)
-        self.assertEqual(1, Writers().count(directory))
+        self.assertEqual(1, Writers().count(self.root))
 
 
 class TestLimit(DirectoryTest):
