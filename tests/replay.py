@@ -2,12 +2,7 @@
 
 from __future__ import annotations
 
-import argparse
-import json
 import random
-import sys
-import tempfile
-import time
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -26,13 +21,6 @@ Trace = Sequence[Sequence[int]]
 
 LAYOUT = KVLayout(layers=1, kv_heads=1, k_dim=4, v_dim=4, dtype="F32", chunk_tokens=1)
 NBYTES = EntryCodec("0" * 64, LAYOUT, LAYOUT.full).file_nbytes
-
-
-def read_trace(path: Path, requests: int | None = None) -> Trace:
-    """The requests of a trace in the form of the Mooncake project's."""
-    with path.open(encoding="utf-8") as lines:
-        found = [json.loads(line)["hash_ids"] for line in lines]
-    return found[:requests]
 
 
 def synthetic_trace(requests: int, seed: int = 0) -> Trace:
@@ -88,30 +76,3 @@ class Cache:
 
 def ratio(hits: Iterator[int], trace: Trace) -> float:
     return sum(hits) / sum(map(len, trace))
-
-
-def main() -> None:
-    """Compare both on a trace file for some capacities."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("trace", type=Path)
-    parser.add_argument("capacity", type=int, nargs="+", help="in blocks")
-    parser.add_argument("--requests", type=int)
-    parser.add_argument("--directory", help="where the cache is made, e.g. on a tmpfs")
-    options = parser.parse_args()
-    trace = read_trace(options.trace, options.requests)
-    for capacity in options.capacity:
-        with tempfile.TemporaryDirectory(dir=options.directory) as root:
-            began = time.monotonic()
-            cache = Cache(Path(root), capacity)
-            ours = ratio(map(cache.request, trace), trace)
-            took = time.monotonic() - began
-        theirs = ratio(lru_hits(trace, capacity), trace)
-        print(
-            f"{capacity} blocks: hit ratio {ours:.4f}, LRU {theirs:.4f}, "
-            f"{ours / theirs:.4f} of it; {took:.0f} s, {dict(cache.capacity.counts)}"
-        )
-        sys.stdout.flush()
-
-
-if __name__ == "__main__":
-    main()

@@ -69,13 +69,6 @@ class TestPolicy(DirectoryTest):
         self.assertGreaterEqual(len(gone), STORED - ROOM)
         self.assertEqual([*range(len(gone))], gone)
 
-    @pytest.mark.thorough
-    def test_lru(self) -> None:
-        """Control: by the policy that is built in, it stays."""
-        gone = self.evicted(LRU())
-        self.assertGreaterEqual(len(gone), STORED - ROOM)
-        self.assertEqual([*range(1, 1 + len(gone))], gone)
-
 
 SECOND_NS = 10**9
 LOVED = 450
@@ -198,48 +191,6 @@ class TestLeastHitDensity(DirectoryTest):
         self.assertEqual(1, self.stored([self.once[0]]))
         self.assertEqual(1, self.stored([self.prompt(5001)]))
         self.assertEqual(0, self.stored([self.once[1], self.prompt(5000)]))
-
-    def test_told_to_all(self) -> None:
-        """What one process asks for another knows, also of prompts of which nothing is stored."""
-        one = Capacity(self.root, self.space.storage)
-        self.addCleanup(one.close)
-        keys, other = self.prompt(8000, 8001), LeastHitDensity(self.root)
-        names, now_ns = ChunkNames.of(self.names(keys)), self.now_ns + SECOND_NS
-        times = np.array([now_ns, now_ns])
-        before = other.rank(now_ns)
-        self.assertLess(before(names, times).max(), 0)
-        one.used(keys, 0, wait=True)
-        self.assertGreater(other.rank(now_ns)(names, times).min(), 0)
-
-    @pytest.mark.thorough
-    def test_hints(self) -> None:
-        """What one process is told of prompts holds for evictions by all, also by later ones.
-
-        Control: without hints what is due stays, and what was read once goes.
-        """
-        self.store(self.loved[:40], 100)
-        self.store(self.once[:10], 30)
-        one = LeastHitDensity(self.root)
-        for keys in self.once[:5]:
-            self.assertTrue(one.hinted(self.names(keys), 10.0, 1000))
-        for keys in self.loved[:20]:
-            self.assertTrue(one.hinted(self.names(keys), 0.0, 0))
-        del one
-        self.evict(80, LeastHitDensity(self.root))
-        there = [self.stored(some) for some in (self.once[:5], self.loved[:20], self.loved[20:40])]
-        self.assertEqual([5, 0, 20], there)
-
-    @pytest.mark.thorough
-    def test_hints_before_anything_is_learned(self) -> None:
-        """They hold in a cache that is too new to have learned anything."""
-        write_log(self.root, self.requests[-200:])
-        once = [keys for at, keys in enumerate(self.once) if at >= 580]
-        self.store(once[:10], 100)
-        LeastHitDensity(self.root).hinted(self.names(once[0]), 10.0, 1000)
-        policy = LeastHitDensity(self.root)
-        self.evict(50, policy)
-        self.assertEqual(1, self.stored(once[:1]))
-        self.assertLess(self.stored(once[1:10]), 5)
 
     def test_retained_until_its_time(self) -> None:
         """A later process retains what one was told to, above what is due, until its time.

@@ -17,7 +17,6 @@ from unittest import mock
 
 import pytest
 
-import vua
 from helpers import SOON_S, TESTS, DirectoryTest, until
 from replay import LAYOUT, NBYTES, Cache
 from vua.capacity import evictor
@@ -125,11 +124,7 @@ class TestReclaim(DirectoryTest):
             until(lambda: self.save(cache, 1002))
         self.assertIn("slow", logs.output[0])
         self.assertLessEqual(self.occupied(), 100 * LARGE)
-        self.assertEqual(2, cache.capacity.counts["chunks_refused"] - self.tries(cache))
-
-    @staticmethod
-    def tries(cache: Cache) -> int:
-        return max(0, cache.capacity.counts["chunks_refused"] - 2)
+        self.assertGreaterEqual(cache.capacity.counts["chunks_refused"], 2)
 
     def test_another_hangs(self) -> None:
         """While a process hangs within its eviction the others evict for themselves."""
@@ -203,21 +198,6 @@ class TestReclaim(DirectoryTest):
             list(pool.map(lambda at: self.save(caches[at], 1000 + at), range(4)))
         self.assertGreater(self.occupied(), 85 * NBYTES)
 
-    def test_who_deletes(self) -> None:
-        """Not a single chunk is deleted by the thread that writes."""
-        cache, names, real = Cache(self.root, 50), set(), evictor.delete_chunks
-
-        def delete(*args: Any, **options: Any) -> Any:
-            names.add(threading.current_thread().name)
-            return real(*args, **options)
-
-        with mock.patch.object(evictor, "delete_chunks", delete):
-            for number in range(80):
-                self.save(cache, number)
-        self.assertGreaterEqual(cache.capacity.counts["chunks_evicted"], 30)
-        self.assertEqual({THREAD}, names)
-        self.assertLessEqual(self.occupied(), 50 * NBYTES)
-
     def test_ahead(self) -> None:
         """What is old goes before the limit is reached."""
         cache = self.fill(100, 100)
@@ -228,25 +208,6 @@ class TestReclaim(DirectoryTest):
         cache.capacity.close()
         self.assertEqual(1, cache.capacity.counts["chunks_evicted"])
         self.assertEqual((99 * LARGE - 20 * NBYTES), self.occupied())
-
-    @pytest.mark.thorough
-    def test_own_tail(self) -> None:
-        """A prompt that is longer than the cache keeps its front, however long measuring takes."""
-        cache, real = Cache(self.root, 120), os.statvfs
-        prompt = list(range(150))
-        waits = [1.5]
-
-        def statvfs(*args: Any) -> Any:
-            if waits and self.occupied() >= 110 * NBYTES:
-                time.sleep(waits.pop())
-            return real(*args)
-
-        with mock.patch("os.statvfs", statvfs):
-            cache.request(prompt)
-        keys = KeyChain(token_ids(prompt), 1).first(150)
-        there = [cache.store.holds(key, [LAYOUT.full]) for key in keys]
-        self.assertGreaterEqual(there.index(False), 118)  # one or two may have been counted twice
-        self.assertLessEqual(self.occupied(), 120 * NBYTES)
 
     def test_without_its_prefix(self) -> None:
         """A chunk that was stored without its parent, and what follows it, displace nothing."""
@@ -264,47 +225,6 @@ class TestReclaim(DirectoryTest):
             mtime_ns_of(cache.store.storage.fileno(), keys[31].name) or 0,
             mtime_ns_of(cache.store.storage.fileno(), keys[29].name) or 0,
         )
-
-    def test_access_times_play_no_part(self) -> None:
-        """On mounts that keep access times, some of them or none the same chunks stay."""
-        for option in ("strictatime", "relatime", "noatime"):
-            disk = self.root / option
-            disk.mkdir()
-            mount = ["mount", "-t", "tmpfs", "-o", f"size=4m,{option}", "tmpfs", str(disk)]
-            if subprocess.run(mount, capture_output=True, check=False).returncode:
-                self.skipTest("this user may not mount a tmpfs")
-            try:
-                cache = Cache(disk, 6)
-                for prompt in ([1, 2], [3, 4], [5, 6], [1, 2], [7, 8]):
-                    cache.request(prompt)
-                kept = [
-                    cache.store.lookup(KeyChain(token_ids(prompt), 1))
-                    for prompt in ([1, 2], [3, 4], [5, 6], [7, 8])
-                ]
-                self.assertEqual([2, 0, 2, 2], kept, option)
-                self.wait_for_end()
-            finally:
-                cache.store.storage.close()  # type: ignore[attr-defined]
-                subprocess.run(["umount", str(disk)], check=True)
-
-    def test_no_clock_of_a_host(self) -> None:
-        """Nothing that decides what stays reads this host's clock, but for its own intervals."""
-        source = Path(vua.__file__).parent
-        clocks = ("time.time", "time.time_ns", "datetime.")
-        deciding = [*(source / "capacity").glob("*.py"), *(source / "store").glob("*.py")]
-        deciding.remove(source / "capacity" / "removal.py")  # only where nothing can be written to
-        # A guess, until the first file of a log has told the server's time:
-        deciding.remove(source / "capacity" / "hit_density.py")
-        self.assertEqual(
-            1, (source / "capacity" / "hit_density.py").read_text("utf-8").count("time.time(")
-        )
-        deciding.remove(source / "capacity" / "bucket.py")  # buckets refuse hosts with wrong clocks
-        self.assertGreater(len(deciding), 10)
-        for path in deciding:
-            text = path.read_text(encoding="utf-8")
-            self.assertEqual([], [one for one in clocks if f"{one}(" in text], path.name)
-        entry = (source / "format" / "entry.py").read_text(encoding="utf-8")
-        self.assertIn("time.time(", entry)  # `created`, for people: the search can find it
 
     def test_idle(self) -> None:
         """With nothing to do, and after the end, there is no thread."""

@@ -105,14 +105,6 @@ class TestParts(SweepTest):
             victims.evict(9 * NBYTES, self.tick())
         self.assertEqual(left[:-9], self.stored())
 
-    @pytest.mark.thorough
-    def test_exact(self) -> None:
-        """Who evicts for no writers, and of few chunks all, evict exactly the oldest."""
-        for victims in (Evictor(self.root), self.sharing()):
-            before = self.stored()
-            victims.evict(30 * NBYTES, self.tick())
-            self.assertEqual(before[:-30], self.stored())
-
     def test_very_many(self) -> None:
         """Of very many chunks one sweep finds a hundredth, however few are asked for."""
         victims = Evictor(self.root)
@@ -168,17 +160,6 @@ class TestShared(SweepTest):
             one.evict(5 * NBYTES, self.tick())
             self.assertEqual(first, sum(looks.values()))
         self.assertEqual([*range(self.many - 15)], self.stored())
-
-    @pytest.mark.thorough
-    def test_used_since(self) -> None:
-        """A victim that was used after somebody looked stays."""
-        one, other = self.sharing(), self.sharing()
-        with mock.patch.object(evictor, "SHARED", 1):
-            one.evict(NBYTES, self.tick())
-            used = self.names[self.many - 2]
-            os.utime(self.folder(used))
-            other.evict(2 * NBYTES, self.tick())
-        self.assertEqual([*range(self.many - 4), self.many - 2], self.stored())
 
     @pytest.mark.thorough
     def test_skips_what_is_gone(self) -> None:
