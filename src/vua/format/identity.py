@@ -107,7 +107,7 @@ class Identity:
         for name, value in self._values().items():
             if name != "name":
                 parts += [name, str(value)]
-        return b"".join(_framed(part.encode(errors="surrogatepass")) for part in parts)
+        return framed(*(part.encode(errors="surrogatepass") for part in parts))
 
     @property
     def namespace(self) -> str:
@@ -132,25 +132,19 @@ class Identity:
         Raises:
             ConfigError: a key is unknown or missing, or the fields do not give the namespace.
         """
-        known = ["version", "namespace", *FIELDS]
-        for key in description:
-            if key not in known:
-                import difflib  # noqa: PLC0415 - for a mistake alone
-
-                near = difflib.get_close_matches(str(key), known, n=1, cutoff=0.0)[0]
-                raise ConfigError(f"an identity has no key {key!r}; the nearest one is {near!r}")
-        if missing := [key for key in known if key not in description]:
-            raise ConfigError(f"the description of an identity lacks {', '.join(missing)}")
+        if odd := {"version", "namespace", *FIELDS} ^ {*description}:
+            raise ConfigError(
+                f"a described identity lacks, or has besides, {', '.join(sorted(odd))}"
+            )
         values: dict[str, Any] = {name: description[name] for name in FIELDS}  # checked there
         identity = cls(**values)
         with contextlib.suppress(ConfigError, RecursionError):
             values["counted"] = counted or {}
             identity = cls(**values)
-        claims = {"version": VERSION, "namespace": identity.namespace}
-        if any(description[key] != expected for key, expected in claims.items()):
+        if identity.describe() != description:
             raise ConfigError(
-                f"the fields of a described identity give {claims}, but it claims another name; "
-                "it is damaged, or another version of VUA wrote it"
+                f"the fields of a described identity give {VERSION} and {identity.namespace}, but it "
+                "claims another name; it is damaged, or another version of VUA wrote it"
             )
         return identity
 
@@ -159,8 +153,9 @@ FIELDS: Final = tuple(each.name for each in fields(Identity) if each.name != "co
 """The names of an identity's fields."""
 
 
-def _framed(part: bytes) -> bytes:
-    return len(part).to_bytes(8, "little") + part
+def framed(*parts: bytes) -> bytes:
+    """Return bytes, each part with its length, so that no two sequences of parts look alike."""
+    return b"".join(len(part).to_bytes(8, "little") + part for part in parts)
 
 
 # Top-level config keys that cannot change K or V. Everything else counts: an unknown key costs

@@ -27,6 +27,7 @@ import numpy as np
 import numpy.typing as npt
 
 from vua.errors import InputError
+from vua.format.identity import framed
 from vua.native import hash_chain, narrow
 
 if TYPE_CHECKING:
@@ -55,15 +56,11 @@ def extras_parent(
     Tags and values are length-prefixed and counted, so different lists of extras never give the
     same digest, and none gives that of a plain parent.
     """
-    digest: hashlib._Hash | hmac.HMAC = hashlib.sha256(_EXTRAS_TAG)
+    pairs = (part for tag, value in extras for part in (tag.encode(), value))
+    text = _EXTRAS_TAG + framed(parent, len(extras).to_bytes(4, "little"), *pairs)
     if naming is not None:
-        digest = hmac.new(naming.secret, _EXTRAS_TAG, "sha256")
-    for part in (parent, len(extras).to_bytes(4, "little")):
-        digest.update(len(part).to_bytes(8, "little") + part)
-    for tag, value in extras:
-        for part in (tag.encode(), value):
-            digest.update(len(part).to_bytes(8, "little") + part)
-    return digest.digest()
+        return hmac.digest(naming.secret, text, "sha256")
+    return hashlib.sha256(text).digest()
 
 
 def secret_chain(secret: bytes, parent: bytes, ids: memoryview, chunk_nbytes: int) -> bytes:
@@ -76,7 +73,6 @@ def secret_chain(secret: bytes, parent: bytes, ids: memoryview, chunk_nbytes: in
     return bytes(digests)
 
 
-_NO_PARENT = b""
 _HASH_NBYTES: Final = 32
 
 
@@ -169,13 +165,13 @@ class KeyRun(Sequence[ChunkKey]):
     (3, 64, True, 2)
     """
 
-    __slots__ = ("_chunk_tokens", "_digests", "_first", "_parents", "_tenant")
+    __slots__ = ("_chunk_tokens", "_digests", "_first", "_parents", "tenant")
 
     def __init__(
         self,
         first: int,
         chunk_tokens: int,
-        digests: bytes | bytearray,
+        digests: bytes,
         parents: Mapping[int, tuple[bytes, bytes]],
         tenant: str = "",
     ) -> None:
@@ -189,9 +185,11 @@ class KeyRun(Sequence[ChunkKey]):
                 every chunk whose parent is not the prefix hash before it.
             tenant: of all its keys.
         """
-        self._tenant = tenant
+        self.tenant = tenant
+        """Owner of the key that makes the names secret; see :class:`Naming`."""
         self._first, self._chunk_tokens = first, chunk_tokens
-        self._digests, self._parents = digests, parents
+        self._digests: bytes = digests
+        self._parents = parents
 
     def __len__(self) -> int:
         return len(self._digests) // _HASH_NBYTES
@@ -210,8 +208,8 @@ class KeyRun(Sequence[ChunkKey]):
             if start < stop:
                 key = self.key(start)
                 parents[first] = key.parent, key.previous
-            cut = bytes(self._digests[_HASH_NBYTES * start : _HASH_NBYTES * stop])
-            return KeyRun(first, self._chunk_tokens, cut, parents, self._tenant)
+            cut = self._digests[_HASH_NBYTES * start : _HASH_NBYTES * stop]
+            return KeyRun(first, self._chunk_tokens, cut, parents, self.tenant)
         return self.key(range(len(self))[index])
 
     def run(self, first: int, stop: int) -> KeyRun:
@@ -222,9 +220,7 @@ class KeyRun(Sequence[ChunkKey]):
     def prefix_hashes(self) -> list[bytes]:
         """The prefix hashes of all keys, without building the keys."""
         digests = self._digests
-        return [
-            bytes(digests[at : at + _HASH_NBYTES]) for at in range(0, len(digests), _HASH_NBYTES)
-        ]
+        return [digests[at : at + _HASH_NBYTES] for at in range(0, len(digests), _HASH_NBYTES)]
 
     @property
     def first_chunk(self) -> int:
@@ -234,18 +230,16 @@ class KeyRun(Sequence[ChunkKey]):
     def key(self, index: int) -> ChunkKey:
         """Return the key at ``index``, 0 <= index < len."""
         digests, place, chunk = self._digests, index * _HASH_NBYTES, self._first + index
-        digest = bytes(digests[place : place + _HASH_NBYTES])
+        digest = digests[place : place + _HASH_NBYTES]
         above = self._parents.get(chunk)
-        parent, previous = above or (bytes(digests[place - _HASH_NBYTES : place]), b"")
+        parent, previous = above or (digests[place - _HASH_NBYTES : place], b"")
         start = chunk * self._chunk_tokens
         stop = start + self._chunk_tokens
-        return ChunkKey(digest, parent, start, stop, previous, self._tenant)
+        return ChunkKey(digest, parent, start, stop, previous, self.tenant)
 
 
-class KeyChain:
-    """The chunk keys of one prompt, hashed only as far as they are asked for.
-
-    A total miss costs one hash, not one per chunk. Not thread-safe.
+class KeyChain(KeyRun):
+    """The chunk keys of one prompt. Immutable.
 
     >>> chain = KeyChain(token_ids(range(130)), 64)
     >>> len(chain), chain[1].start, chain[1].parent == chain[0].prefix_hash
@@ -267,64 +261,40 @@ class KeyChain:
             extras: chunk index -> (tag, value) pairs that K/V depend on from that chunk on.
             naming: makes the names secret.
         """
-        self._naming = naming
-        self._ids = memoryview(ids)
-        self._chunk_tokens = chunk_tokens
-        self._extras = dict(extras or {})
-        self._length = len(ids) // (4 * chunk_tokens)
-        self._adopt(bytearray(), {0: (_NO_PARENT, b"")})
-
-    def _adopt(self, digests: bytearray, parents: dict[int, tuple[bytes, bytes]]) -> None:
-        self._digests, self._parents = digests, parents
-        self._hashed = KeyRun(0, self._chunk_tokens, digests, parents, self.tenant)
-
-    def __len__(self) -> int:
-        return self._length
-
-    def __getitem__(self, index: int) -> ChunkKey:
-        """Return the key of chunk ``index`` (0 <= index < len), hashing up to it if needed."""
-        if not 0 <= index < self._length:
-            raise IndexError(f"chunk {index} of {self._length}")
-        if (index + 1) * _HASH_NBYTES > len(self._digests):
-            self._extend(index + 1)
-        return self._hashed.key(index)
-
-    @property
-    def tenant(self) -> str:
-        """Owner of the key that makes the names secret; see :class:`Naming`."""
-        return self._naming.tenant if self._naming else ""
+        super().__init__(
+            0, chunk_tokens, b"", {0: (b"", b"")}, "" if naming is None else naming.tenant
+        )
+        self._extras, self._naming = dict(extras or {}), naming
+        self._extend(ids)
 
     def first(self, count: int) -> list[ChunkKey]:
-        return list(self.run(0, min(count, self._length)))
-
-    def run(self, first: int, stop: int) -> KeyRun:
-        """Return the keys of chunks ``first`` to ``stop``, cheap to copy and send."""
-        self._extend(stop)
-        return self._hashed[first:stop]
+        return list(self[:count])
 
     def longer(self, ids: bytes) -> KeyChain:
         """Return the chain of a longer prompt that begins with this one; hashes are reused.
 
         ``ids`` are all token ids of the longer prompt.
         """
-        other = KeyChain(ids, self._chunk_tokens, self._extras, self._naming)
-        other._adopt(self._digests[:], dict(self._parents))
+        other = KeyChain(b"", self._chunk_tokens, self._extras, self._naming)
+        other._digests, other._parents = self._digests, self._parents
+        other._extend(ids)
         return other
 
-    def _extend(self, count: int) -> None:
-        """Hash the chunks up to ``count``, with one call per stretch between chunks with extras."""
-        done, nbytes = len(self._digests) // _HASH_NBYTES, 4 * self._chunk_tokens
-        if done >= count:
-            return
+    def _extend(self, ids: bytes) -> None:
+        """Hash the chunks not hashed yet, with one call per stretch between chunks with extras."""
+        digests, parents = bytearray(self._digests), dict(self._parents)
+        done, nbytes = len(self), 4 * self._chunk_tokens
+        count = max(done, len(ids) // nbytes)
         edges = sorted({done, *(at for at in self._extras if done < at < count), count})
         for start, stop in pairwise(edges):
-            before = bytes(self._digests[-_HASH_NBYTES:])
+            before = bytes(digests[-_HASH_NBYTES:])
             parent = before
             if start in self._extras:
                 parent = extras_parent(before, self._extras[start], self._naming)
-                self._parents[start] = parent, before
-            ids = self._ids[nbytes * start : nbytes * stop]
+                parents[start] = parent, before
+            part = memoryview(ids)[nbytes * start : nbytes * stop]
             if self._naming is None:
-                self._digests += hash_chain(parent, ids, nbytes)
+                digests += hash_chain(parent, part, nbytes)
             else:
-                self._digests += secret_chain(self._naming.secret, parent, ids, nbytes)
+                digests += secret_chain(self._naming.secret, parent, part, nbytes)
+        self._digests, self._parents = bytes(digests), parents

@@ -21,13 +21,14 @@ import os
 import random
 import threading
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import CancelledError
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
 from vua.errors import ConfigError
+from vua.format.identity import framed
 from vua.io.posix import closing_fd
 
 _PIECE_NBYTES: Final = 4 << 20
@@ -98,11 +99,6 @@ class Work:
             raise CancelledError
 
 
-def framed(part: bytes) -> bytes:
-    """Return the bytes with their length, so that no two sequences of parts look alike."""
-    return len(part).to_bytes(8, "little") + part
-
-
 def read_content(file: Path, expected: State, work: Work) -> Content:
     """Read all of a file and return its digests.
 
@@ -119,9 +115,7 @@ def read_content(file: Path, expected: State, work: Work) -> Content:
         OSError: it cannot be read.
         CancelledError: `work` was stopped.
     """
-    # Never waits for a writer, should a pipe have taken the file's place.
-    with closing_fd(os.open(file, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)) as fd:
-        _check(file, expected, State.of(fd))
+    with _opened(file, expected) as fd:
         size = expected.nbytes
         header = _read_header(fd, size) if file.suffix == ".safetensors" else None
         if header is None:
@@ -132,7 +126,6 @@ def read_content(file: Path, expected: State, work: Work) -> Content:
             work.did(start)
             digests = _digests(fd, [one.part(name, start) for name, one in tensors.items()], work)
             content = Content(dict(zip(tensors, digests, strict=True)) | metadata)
-        _check(file, expected, State.of(fd))
     _check(file, expected, State.of(file))  # the name leads to it still
     return content
 
@@ -143,8 +136,7 @@ def sample_agrees(file: Path, expected: State, content: Content, work: Work) -> 
     Reads some 64 MiB, at least one tensor. False for a file that is digested whole. Arguments and
     errors are otherwise those of :func:`read_content`.
     """
-    with closing_fd(os.open(file, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)) as fd:
-        _check(file, expected, State.of(fd))
+    with _opened(file, expected) as fd:
         header = _read_header(fd, expected.nbytes) if file.suffix == ".safetensors" else None
         if header is None:
             return False
@@ -161,7 +153,6 @@ def sample_agrees(file: Path, expected: State, content: Content, work: Work) -> 
                 break
             drawn.append(name)
         found = _digests(fd, [tensors[name].part(name, start) for name in drawn], work)
-        _check(file, expected, State.of(fd))
     return found == [said[name] for name in drawn]
 
 
@@ -172,15 +163,23 @@ def read_digest(file: Path, expected: State, work: Work) -> str:
     """
     digest = hashlib.sha256()
     buffer = memoryview(bytearray(min(_PIECE_NBYTES, expected.nbytes)))
-    with closing_fd(os.open(file, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)) as fd:
-        _check(file, expected, State.of(fd))
+    with _opened(file, expected) as fd:
         for at in range(0, expected.nbytes, _PIECE_NBYTES):
             piece = buffer[: expected.nbytes - at]
             _read_into(fd, piece, at)
             digest.update(piece)
             work.did(len(piece))
-        _check(file, expected, State.of(fd))
     return digest.hexdigest()
+
+
+@contextlib.contextmanager
+def _opened(file: Path, expected: State) -> Iterator[int]:
+    """Open a file, which has to be in this state then and after the block."""
+    # Never waits for a writer, should a pipe have taken the file's place.
+    with closing_fd(os.open(file, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)) as fd:
+        _check(file, expected, State.of(fd))
+        yield fd
+        _check(file, expected, State.of(fd))
 
 
 def _check(file: Path, expected: State, found: State) -> None:
@@ -212,7 +211,7 @@ class _Tensor:
 
     def part(self, name: str, start: int) -> _Part:
         texts = (name, self.dtype, json.dumps(self.shape))
-        head = b"".join(framed(text.encode(errors="surrogatepass")) for text in texts)
+        head = framed(*(text.encode(errors="surrogatepass") for text in texts))
         return _Part(b"tensor" + head, start + self.begin, self.end - self.begin)
 
 

@@ -47,13 +47,13 @@ from pathlib import Path
 from typing import Any, Final
 
 from vua.errors import ConfigError
+from vua.format.identity import framed
 from vua.io.files import atomic_write, make_file, make_folders, user_cache
 from vua.io.posix import close_quietly
 from vua.weights.content import (
     Content,
     State,
     Work,
-    framed,
     read_content,
     read_digest,
     sample_agrees,
@@ -195,8 +195,7 @@ def _digest(folder: Path, files: Iterable[Path]) -> str:
     for path in sorted(files):
         if path.stat().st_size > _MOST_BYTES:
             raise ConfigError(f"{path} has {path.stat().st_size} bytes; expected a small file")
-        for part in (os.fsencode(path.relative_to(folder)), path.read_bytes()):
-            digest.update(len(part).to_bytes(8, "little") + part)
+        digest.update(framed(os.fsencode(path.relative_to(folder)), path.read_bytes()))
     return digest.hexdigest()
 
 
@@ -558,10 +557,7 @@ def _combined(found: Mapping[Path, Content]) -> str:
             # which of several comes last depends on the files' order, so on their names
             suffix = b"".join(sorted(names)) if len(digests) > 1 else b""
             entries.add(b"tensor" + bytes.fromhex(digest) + suffix)
-    combined = hashlib.sha256(framed(_VERSION.encode()))
-    for entry in sorted(entries):
-        combined.update(framed(entry))
-    return combined.hexdigest()
+    return hashlib.sha256(framed(_VERSION.encode(), *sorted(entries))).hexdigest()
 
 
 class Identification:
