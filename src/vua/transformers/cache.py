@@ -12,11 +12,10 @@ from __future__ import annotations
 
 import logging
 import os
-import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Final, NamedTuple
 
 import torch
@@ -121,21 +120,14 @@ class State:
         open_: Callable[[Identity, Description], Stores],
     ) -> None:
         self.described, self.mark = described, mark
-        weights = described.weights()
-        self.sums = b""
-        """The digest of all bytes, once they are identified."""
-
-        def check(found: Any, stop: threading.Event) -> Any:
-            before = sums(described.model)
-            found = weights.check(found, stop)
-            if sums(described.model) != before or tensor_mark(described.model) != mark[1]:
-                raise NoIdentityError("its tensors changed while they were identified")
-            self.sums = before
-            return found
-
         self.stored = LazyStore(
-            replace(weights, check=check), lambda identity: open_(identity, described), log
+            described.weights(), lambda identity: open_(identity, described), log
         )
+
+    @property
+    def sums(self) -> bytes:
+        """The digest of all bytes, once they are identified."""
+        return self.described.sums
 
     def is_of(self, described: Description, contents: bytes) -> bool:
         """Whether a model with these bytes and that probe is in this state."""
@@ -305,7 +297,7 @@ class PrefixCache:
         VUAConfig(split_factor=chunk_tokens, epoch=epoch, durable=durable)  # checks them
         policy = 1.0 if load_policy == "faster" else load_policy
         try:
-            ConnectorConfig(shared_storage_path=str(path), load_policy=policy)  # checks it
+            config = ConnectorConfig(shared_storage_path=str(path), load_policy=policy)
         except ConfigError as problem:
             text = str(problem).removeprefix("kv_connector_extra_config: ")  # vLLM's
             raise ConfigError(text) from problem
@@ -320,8 +312,8 @@ class PrefixCache:
         def stored(identity: Identity, groups: Sequence[Group]) -> StoredLayers:
             return StoredLayers(
                 *(place, identity, groups),
+                config=config,
                 durable=durable,
-                load_policy=policy,
                 clock=lambda: clock(),  # noqa: PLW0108 - tests replace it
             )
 

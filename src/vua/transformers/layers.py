@@ -70,8 +70,8 @@ class StoredLayers:
         identity: Identity,
         groups: Sequence[Group],
         *,
+        config: ConnectorConfig,
         durable: bool,
-        load_policy: str | float,
         clock: Callable[[], float],
     ) -> None:
         """Use ``root``; nothing is opened yet.
@@ -80,19 +80,18 @@ class StoredLayers:
             root: the cache's location, as `vua.store.place.locate` returns it.
             identity: everything that K and V depend on.
             groups: the model's layers.
+            config: its load policy counts.
             durable: fsync each file.
-            load_policy: as in :class:`vua.connector.config.ConnectorConfig`.
             clock: returns seconds.
         """
         self._root, self._identity = root, identity
         self._layouts = tuple(group.layout for group in groups)
         blocks = (identity.chunk_tokens,) * len(groups)
         self._model = Model(identity, tuple(groups), blocks)
-        config = ConnectorConfig(shared_storage_path=str(root), load_policy=load_policy)
         self._policy = LoadPolicy(self._model, config, samples=False, clock=clock)
         self._savings = Savings(self._policy.prefill)
         kind = f"{identity.namespace} {devices()}"
-        self._savings.keep_at(config.shared_storage_path, kind, config.security)
+        self._savings.keep_at(str(root), kind, config.security)
         self._layers = sum(len(group.layers) for group in groups)
         self._buffers = BufferPool(VUAConfig.buffer_bytes)
         self._opened = LazyNamespace(root, identity, Access(durable=durable))

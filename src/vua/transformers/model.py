@@ -42,8 +42,9 @@ from vua.format.identity import (
 from vua.format.layout import KVLayout
 from vua.store.identified import ModelDescription
 from vua.transformers.layers import LayerCache, groups_of
+from vua.transformers.mark import tensor_mark
 from vua.transformers.probe import Probe, pairs_of, run
-from vua.transformers.tensors import PIECE_NBYTES, digest, named_tensors, same_bytes
+from vua.transformers.tensors import PIECE_NBYTES, digest, named_tensors, same_bytes, sums
 from vua.weights import Weights, checkpoint_files
 from vua.weights.content import State
 from vua.weights.fingerprint import code_digest
@@ -180,6 +181,9 @@ class Description:
         self.groups = groups_of(self.layout, windows_of(model, self.layout.layers))
         self.of_files = False
         """Whether it was found to hold what its files hold."""
+        self.sums = b""
+        """The digest of all bytes, once they are identified."""
+        self._tensors = tensor_mark(model)
         self._folder, self._files, self._apart = _checkpoint(model)
         self._states = [State.of(file) for file in self._files]
         config = setting_form(text.to_dict(), "config")
@@ -242,15 +246,16 @@ class Description:
         """Return what is identified in the background: the files, and whether they hold it."""
 
         def check(weights: Weights | None, stop: threading.Event) -> Weights:
-            if weights is None:
-                return self._own(self._apart, stop)
-            unlike = difference_from_files(self.model, self._files, stop)
-            if self._states != [State.of(file) for file in self._files]:
-                unlike = unlike or "a file of the model changed since it was loaded"
-            if unlike:
-                return self._own(unlike, stop)
-            self.of_files = True
-            return weights
+            before, unlike = sums(self.model), self._apart
+            if weights is not None:
+                unlike = difference_from_files(self.model, self._files, stop)
+                if self._states != [State.of(file) for file in self._files]:
+                    unlike = unlike or "a file of the model changed since it was loaded"
+            found = self._own(unlike, stop) if unlike or weights is None else weights
+            if sums(self.model) != before or tensor_mark(self.model) != self._tensors:
+                raise NoIdentityError("its tensors changed while they were identified")
+            self.sums, self.of_files = before, found is weights
+            return found
 
         return ModelDescription(self._files, self.others, check)
 

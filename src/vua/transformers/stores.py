@@ -119,12 +119,8 @@ class Stores:
             stored: returns the caches of an identity, of layers in these groups.
             share: store for vLLM.
         """
-
-        def settled() -> tuple[Identity, StoredLayers]:
-            named = described.named(identity, _settled(identity, described, stored))
-            return named, stored(named, described.groups)
-
-        self._settle, self._lock = settled, new_lock()
+        self._identity, self._described, self._stored = identity, described, stored
+        self._lock = new_lock()
         self._settled: tuple[Identity, StoredLayers] | None = None
         self._engines: list[Engine] = []
         self._shared: tuple[Identity, Engine] | None = None
@@ -147,7 +143,10 @@ class Stores:
 
     def _own(self) -> tuple[Identity, StoredLayers]:
         with self._lock:
-            self._settled = self._settled or self._settle()
+            if self._settled is None:
+                probe = _settled(self._identity, self._described, self._stored)
+                named = self._described.named(self._identity, probe)
+                self._settled = named, self._stored(named, self._described.groups)
             return self._settled
 
     @property

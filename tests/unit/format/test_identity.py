@@ -1,4 +1,4 @@
-"""What makes two caches the same: identities and config digests; test_weights has the weights."""
+"""Mirrors `vua.format.identity` and `vua.format.excluded`: what makes two caches the same."""
 
 from __future__ import annotations
 
@@ -9,13 +9,24 @@ import pickle
 import sys
 import unittest
 from collections.abc import Mapping
-from importlib import util
+from importlib import import_module, util
+from itertools import chain
 
+import torch
 from hypothesis import strategies as st
 
 from properties import given
 from vua.errors import ConfigError
-from vua.format.identity import Identity, config_digest, counted_fields
+from vua.format.excluded import NOT_COMPUTED, tables_of
+from vua.format.identity import (
+    INTERLEAVED,
+    NEOX,
+    Identity,
+    config_digest,
+    counted_fields,
+    rope_order,
+    varies_with_length,
+)
 
 TEXT = st.text(st.characters() | st.sampled_from(["\0", "\n", ":", "1"]), max_size=6)
 IDENTITIES = st.builds(
@@ -98,7 +109,7 @@ class TestIdentity(unittest.TestCase):
         described = Identity(model="m").describe()
         without = {key: value for key, value in described.items() if key != "epoch"}
         for bad, word in (
-            ({**described, "kv_dtpye": ""}, "'kv_dtype'"),
+            ({**described, "kv_dtpye": ""}, "besides, kv_dtpye"),
             (without, "epoch"),
             ({**described, "model": "other"}, "namespace"),
             ({**described, "version": "vua.identity.v2"}, "version"),
@@ -312,3 +323,52 @@ class TestCounted(unittest.TestCase):
         for bad in ({"a": object()}, {1: 2, "1": 2}, [1], "x"):
             with self.subTest(bad), self.assertRaises(ConfigError):
                 Identity(model="m", counted=bad)  # type: ignore[arg-type]
+
+
+class TestRope(unittest.TestCase):
+    def test_orders(self) -> None:
+        """Known types have an order; a type whose engines differ, or an unknown one, has none."""
+        types = ("llama", "gemma3_text", "cohere2", "deepseek_v3", "gpt2", "")
+
+        self.assertEqual(
+            ["neox", "neox", "interleaved", "", "", ""], [rope_order(name) for name in types]
+        )
+
+    @unittest.skipUnless(util.find_spec("transformers"), "transformers is not installed")
+    def test_orders_in_transformers(self) -> None:
+        """The rotation in transformers pairs elements of K as listed, for each listed type."""
+        quarter_turn = {  # of 0 .. 7, each pair (a, b) becomes (-b, a)
+            "neox": [-4, -5, -6, -7, 0, 1, 2, 3],
+            "interleaved": [-1, 0, -3, 2, -5, 4, -7, 6],
+        }
+        others = {"gptj", "opt"}  # its function is another one; it has learned positions
+        for model_type in sorted((NEOX | INTERLEAVED) - others):
+            with self.subTest(model_type):
+                name = model_type.removesuffix("_text")
+                module = import_module(f"transformers.models.{name}.modeling_{name}")
+                k = torch.arange(8.0).reshape(1, 1, 1, 8)
+                sin = torch.ones(1, 1, 4 if model_type == "gpt_oss" else 8)
+                _, turned = module.apply_rotary_pos_emb(k, k, 0 * sin, sin)
+
+                self.assertEqual(quarter_turn[rope_order(model_type)], turned.flatten().tolist())
+
+    def test_varies_with_length(self) -> None:
+        """Frequencies that depend on the prompt's length are told, also per layer type."""
+        fixed = {"rope_type": "llama3", "factor": 8.0}
+        varying = {"full_attention": {"rope_type": "dynamic"}, "sliding_attention": fixed}
+
+        self.assertTrue(varies_with_length({"rope_parameters": varying}))
+        for config in ({"rope_parameters": fixed}, {"rope_parameters": None}, {}):
+            self.assertFalse(varies_with_length(config))
+
+
+class ExcludedTest(unittest.TestCase):
+    def test_every_name_has_a_reason(self) -> None:
+        """Each word in an engine's tables is explained, and each explanation is used."""
+        for package in ("vua.vllm", "vua.sglang"):
+            with self.subTest(package):
+                tables = tables_of(package)
+                of_fields = tables["fields"].values() if "fields" in tables else ()
+                used = {*tables["variables"], *tables.get("arguments", ()), *chain(*of_fields)}
+                self.assertEqual(tables["reasons"].keys(), used)
+                self.assertLessEqual({*NOT_COMPUTED}, used)

@@ -8,7 +8,6 @@ import pickle
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -179,40 +178,6 @@ class ChangedModelTest(TransformersTest):
             computed(model, PROMPT, cache)
         self.assertEqual(0, prefixes.save(PROMPT, cache))
         self.assertEqual(0, self.loaded(self.load()))
-
-    @pytest.mark.thorough
-    def test_experts(self) -> None:
-        """The table of experts' functions: another name, another function of the same name."""
-        from transformers import MixtralConfig, MixtralForCausalLM
-        from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS as TABLE
-
-        sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2}
-        sizes |= {"num_attention_heads": 4, "num_key_value_heads": 2, "num_local_experts": 4}
-        torch.manual_seed(0)
-        path = self.root / "mixtral"
-        MixtralForCausalLM(
-            MixtralConfig(vocab_size=512, initializer_range=0.25, eos_token_id=None, **sizes)
-        ).save_pretrained(path)
-        before = TABLE["batched_mm"]
-
-        def louder(*args: Any, **more: Any) -> Any:
-            return before(*args, **more) * 2
-
-        plain = self.plain(self.load(path))
-        for inside in (False, True):
-            with self.subTest(inside=inside):
-                self.store = self.root / f"experts {inside}"
-                model = self.load(path)
-                with mock.patch.dict(TABLE._global_mapping, {"of_a_test": louder}):
-                    if not inside:
-                        model.set_experts_implementation("of_a_test")
-                    with self.reusing(model):
-                        model.set_experts_implementation("of_a_test")
-                        self.assertNotEqual(plain, self.plain(model))
-                reader = self.load(path)
-                self.assertEqual(0, self.loaded(reader))
-                with self.reusing(reader):
-                    self.assertEqual(plain, self.plain(reader))
 
     def test_ids_that_were_edited(self) -> None:
         """A cache is stored for the ids that it was computed for, and for no others."""
