@@ -143,8 +143,8 @@ class Identity:
             identity = cls(**values)
         if identity.describe() != description:
             raise ConfigError(
-                f"the fields of a described identity give {VERSION} and {identity.namespace}, but it "
-                "claims another name; it is damaged, or another version of VUA wrote it"
+                f"a described identity's fields give the namespace {identity.namespace}, "
+                f"{VERSION}; it claims another one: damage, or another version of VUA"
             )
         return identity
 

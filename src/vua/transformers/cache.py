@@ -10,6 +10,7 @@ Batches are padded on the left, as `generate` requires.
 
 from __future__ import annotations
 
+import functools
 import logging
 import os
 import time
@@ -589,7 +590,7 @@ class PrefixCache:
         if stores is None and not early:
             return 0
         note.prefill_ended(layers[0].k)
-        unchanged = _Once(lambda: self._is_unchanged_since(note, state))
+        unchanged = functools.cache(lambda: self._is_unchanged_since(note, state))
         written, held = 0, layers[0].k.shape[2]
         for number, row in enumerate(rows):
             length = min(len(row.ids), held - row.padding)
@@ -603,6 +604,7 @@ class PrefixCache:
             known = _loaded_of(note, row, number, len(rows))
             ids = row.ids[:length]
 
+            @functools.cache
             def may(
                 ids: torch.Tensor = ids, mine: list[LayerCache] = mine, known: int = known
             ) -> bool:
@@ -619,7 +621,7 @@ class PrefixCache:
             if stores is None:
                 self._keep(state, ids, mine, may, prompt)
             else:
-                written += stores.save(ids, mine, _Once(may), known, prompt)
+                written += stores.save(ids, mine, may, known, prompt)
         return written
 
     def _keep(
@@ -636,7 +638,10 @@ class PrefixCache:
         def copy() -> Callable[[Stores], object]:
             held, contents = ids.clone(), sums(self._model)
             copied = [LayerCache(k.to("cpu", copy=True), v.to("cpu", copy=True)) for k, v in layers]
-            same = _Once(lambda: contents == state.sums)
+
+            def same() -> bool:
+                return contents == state.sums
+
             return lambda stores: stores.save(held, copied, same, 0, prompt)
 
         state.stored.keep(sum(layer.k.nbytes + layer.v.nbytes for layer in layers), copy)
@@ -685,17 +690,6 @@ class NoPrefixes(PrefixCache):
 
     def save(self, input_ids: Any, cache: DynamicCache, **_: Any) -> int:
         return 0
-
-
-class _Once:
-    def __init__(self, ask: Callable[[], bool]) -> None:
-        self._ask = ask
-        self._answer: bool | None = None
-
-    def __call__(self) -> bool:
-        if self._answer is None:
-            self._answer = self._ask()
-        return self._answer
 
 
 def _loaded_of(note: _Note, row: Row, number: int, rows: int) -> int:

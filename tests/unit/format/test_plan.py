@@ -1,22 +1,16 @@
-"""Mirrors `vua.format.entry`: how a rectangle lies in a file and in memory."""
+"""Mirrors `vua.format.entry`: how much of a file a plan reads at once.
+
+That it reads what it should is in test_store.py.
+"""
 
 from __future__ import annotations
 
-import itertools
 import unittest
 
-import numpy as np
-import pytest
-from hypothesis import strategies as st
-
-from helpers import Memory, model_arrays, rectangle
-from layouts import DEEP, SMALL, shards
-from properties import given
+from layouts import DEEP, SMALL
 from vua.format.entry import EntryCodec, entry_plan
 from vua.format.layout import KVLayout, Shard
-from vua.io.plan import ARRAYS_MAX, EntryPlan, header_plan
-from vua.io.vectors import memory_at
-from vua.native import Transfer, blocks_of, rows_of
+from vua.io.plan import EntryPlan, header_plan
 
 
 def plan_of(layout: KVLayout, stored: Shard, needed: Shard, tokens: int) -> EntryPlan | None:
@@ -28,42 +22,6 @@ def plan_of(layout: KVLayout, stored: Shard, needed: Shard, tokens: int) -> Entr
 
 class TestPlan(unittest.TestCase):
     """How a rectangle lies in a file and in memory."""
-
-    @given(st.sampled_from([SMALL, DEEP]), st.data())
-    def test_tables(self, layout: KVLayout, data: st.DataObject) -> None:
-        """Blocks are whole ones of the file, and reads cover them in order without gaps."""
-        stored = data.draw(shards(layout.layers, layout.kv_heads))
-        needed = data.draw(shards(layout.layers, layout.kv_heads))
-        plan = plan_of(layout, stored, needed, layout.chunk_tokens)
-        if plan is None:
-            return
-        taken = stored.intersection(needed)
-        assert taken is not None
-        sizes = EntryCodec("0" * 64, layout, stored).block_nbytes()
-        starts = [plan.header_nbytes + at for at in (0, *itertools.accumulate(sizes))]
-        self.assertEqual(plan.file_nbytes, starts[-1])
-        places = plan.block_place.astype(int).tolist()
-        self.assertEqual([sizes[place] for place in places], plan.block_nbytes.tolist())
-        self.assertEqual(sorted(places), places)
-        inside = plan.extents["array"] < ARRAYS_MAX
-        nbytes = plan.extents["nbytes"]
-        self.assertEqual(taken.payload_nbytes(layout), int(nbytes[inside].sum()))
-        self.assertEqual(plan.discard_nbytes, int(nbytes[~inside].sum()))
-        covered, header = [], 0
-        for extent, extent_stop, with_header, length, offset, block, stop in plan.reads.tolist():
-            covered += range(block, stop)
-            header += with_header
-            body, at = length - with_header * plan.header_nbytes, offset
-            at += with_header * plan.header_nbytes
-            self.assertEqual(body, int(nbytes[extent:extent_stop].sum()))
-            self.assertEqual(body, int(plan.block_nbytes[block:stop].sum()))
-            if block < stop:
-                self.assertEqual(at, starts[places[block]])
-                self.assertEqual(at + body, starts[places[stop - 1] + 1])
-        self.assertEqual((1, list(range(plan.blocks))), (header, covered))
-        self.assertEqual(1, int(plan.reads[0]["header"]))
-        wanted = plan.header_nbytes + int(plan.block_nbytes.sum())
-        self.assertEqual(wanted, sum(length for _, length in plan.ranges))
 
     def test_sizes_of_reads(self) -> None:
         """A small file is read by one call, a large one by calls of up to 256 KiB."""
@@ -84,37 +42,3 @@ class TestPlan(unittest.TestCase):
         self.assertEqual(
             [(0, codec.header_nbytes)], header_plan(codec.file_nbytes, codec.header_nbytes).ranges
         )
-
-    @pytest.mark.thorough
-    @given(st.sampled_from([SMALL, DEEP]), st.sampled_from([None, 2, 4]), st.data())
-    def test_addresses(self, layout: KVLayout, block: int | None, data: st.DataObject) -> None:
-        """The memory that the rows name, in their order, is what a file of the part holds."""
-        stored = data.draw(shards(layout.layers, layout.kv_heads))
-        needed = data.draw(shards(layout.layers, layout.kv_heads))
-        plan = plan_of(layout, stored, needed, block or layout.chunk_tokens)
-        if plan is None:
-            return
-        discard = np.full(plan.discard_nbytes, 0x5A, dtype=np.uint8)
-        model = model_arrays(layout, 2)
-        memory = Memory(layout, needed, 2, block_tokens=block).fill(rectangle(model, needed)).map()
-        transfer = Transfer(plan, memory)
-        rows = rows_of(transfer, 1, discard.ctypes.data)
-        found = b"".join(bytes(memory_at(int(at), int(nbytes))) for at, nbytes in rows)
-        file = b"".join(
-            array.transpose(1, 0, 2, 3)[:, :, layout.chunk_tokens :].tobytes()
-            for array in rectangle(model, stored)
-        )
-        sizes = EntryCodec("0" * 64, layout, stored).block_nbytes()
-        starts = [0, *itertools.accumulate(sizes)]
-        expected, blocks = b"", plan.block_place.astype(int).tolist()
-        for place in blocks:
-            expected += file[starts[place] : starts[place + 1]]
-        cuts, edges = plan.extents["nbytes"] * plan.segments, [0]
-        edges += np.cumsum(cuts).tolist()
-        for number, (first, stop) in enumerate(itertools.pairwise(edges)):
-            outside = plan.extents["array"][number] == ARRAYS_MAX
-            want = b"\x5a" * (stop - first) if outside else expected[first:stop]
-            self.assertEqual(want, found[first:stop])
-        self.assertEqual(len(expected), len(found))
-        parts = [list(map(len, views)) for views in blocks_of(transfer, 1, discard.ctypes.data)]
-        self.assertEqual(plan.block_nbytes.tolist(), [sum(views) for views in parts])
