@@ -1,4 +1,4 @@
-"""Writes `tests/golden`, `golden_pages` and `golden_sealed_v2`, byte for byte as they are.
+"""Writes `tests/golden`, `golden_windows` and `golden_sealed_v2`, byte for byte as they are.
 
 Prints the worked examples of docs/format.md.
 
@@ -23,7 +23,7 @@ from helpers import save_chunk
 from vua.format.entry import EntryCodec
 from vua.format.identity import Identity, config_digest
 from vua.format.keys import KeyChain, token_ids
-from vua.format.layout import KVLayout, Shard, payload_map
+from vua.format.layout import KVLayout, Shard
 from vua.format.parse import parse_entry
 from vua.native import MemoryMap
 from vua.security.seal import Seal, derived
@@ -33,7 +33,7 @@ from vua.store.namespace import Namespace
 from vua.weights import weights_fingerprint
 
 GOLDEN = Path(__file__).parent / "golden"
-PAGES = Path(__file__).parent / "golden_pages"
+WINDOWS = Path(__file__).parent / "golden_windows"
 SEALED = Path(__file__).parent / "golden_sealed_v2"
 KEY = bytes(range(32))  # of all files in there
 TOKENS = [3, 1, 4, 1, 5, 9, 2, 6]
@@ -52,11 +52,8 @@ CASES = (
     ("golden latent", LATENT, [LATENT.full], SALT),
 )
 
-PAGE_NBYTES = 10
-PAGED = KVLayout(2, 2, 3, 0, "U8", CHUNK, "p3")
-PAGED_WINDOW = KVLayout(1, 2, 3, 0, "U8", CHUNK, "p3w4")
 # layout, the chunks that the prompt needs of it
-PAGE_CASES = ((PLAIN, (0, 1)), (PAGED, (0, 1)), (PAGED_WINDOW, (1,)))
+WINDOW_CASES = ((PLAIN, (0, 1)), (KVLayout(1, 2, 4, 4, "BF16", CHUNK, "w4"), (1,)))
 
 
 def element(layout: KVLayout, array: int, shard: Shard) -> np.ndarray:
@@ -113,29 +110,20 @@ def make(root: Path) -> None:
                     )
 
 
-def pages_of(layout: KVLayout, chunk: int) -> bytes:
-    """A chunk's payload: its bytes count up, but for the zeros behind each page of 10 bytes."""
-    total, extent = layout.full.payload_nbytes(layout), layout.extent_nbytes[0]
-    end = PAGE_NBYTES if layout.keeps_pages else extent
-    return bytes((at + 50 * chunk) % 256 if at % extent < end else 0 for at in range(total))
-
-
-def make_pages(root: Path) -> None:
-    """Write a model with pages of an engine beside K and V to ``root``, which must exist."""
-    name = "golden pages"
+def make_windows(root: Path) -> None:
+    """Write a model of layers with and without a window to ``root``, which must exist."""
+    name = "golden windows"
     identity = Identity(model=name, kv_dtype=PLAIN.dtype, chunk_tokens=CHUNK, name=name)
-    layouts = [layout for layout, _ in PAGE_CASES]
+    layouts = [layout for layout, _ in WINDOW_CASES]
     with (
         mock.patch("vua.format.entry.time.time", return_value=CREATED),
         mock.patch("vua.store.writer.process_writer", return_value=WRITER),
     ):
         stores = Namespace.create(root, identity, layouts).stores
         chain = KeyChain(token_ids(TOKENS), CHUNK)
-        for store, (layout, chunks) in zip(stores, PAGE_CASES, strict=True):
-            for chunk in chunks:
-                payload = np.frombuffer(pages_of(layout, chunk), dtype=np.uint8)
-                memory = payload_map(layout, layout.full, payload.ctypes.data, payload, 1)
-                save_chunk(store, chain[chunk], memory)
+        for store, (layout, chunks) in zip(stores, WINDOW_CASES, strict=True):
+            for place in chunks:
+                save_chunk(store, chain[place], memory_of(layout, layout.full), place=place)
 
 
 def security(key_file: Path, *, encrypt: bool) -> Security:
@@ -320,13 +308,13 @@ if __name__ == "__main__":
     shutil.rmtree(GOLDEN, ignore_errors=True)
     GOLDEN.mkdir()
     make(GOLDEN)
-    shutil.rmtree(PAGES, ignore_errors=True)
-    PAGES.mkdir()
-    make_pages(PAGES)
+    shutil.rmtree(WINDOWS, ignore_errors=True)
+    WINDOWS.mkdir()
+    make_windows(WINDOWS)
     shutil.rmtree(SEALED, ignore_errors=True)
     SEALED.mkdir()
     with tempfile.TemporaryDirectory() as aside:
         make_sealed(SEALED, Path(aside) / "key")
-    for place in (GOLDEN, PAGES, SEALED):
+    for place in (GOLDEN, WINDOWS, SEALED):
         without_the_house(place)
     sys.stdout.write("\n\n".join("\n".join(lines) for lines in examples().values()) + "\n")

@@ -247,9 +247,7 @@ const holds = ({ layers, heads }, head, layer) => heads[0] <= head && head < hea
 /** The numbers of the chunks that a group of layers needs for a prefix of some tokens. */
 export function neededChunks(layout, tokens) {
   const [size, group] = [layout.chunk_tokens, layout.group ?? ""];
-  if (group.startsWith("s")) return tokens % size ? null : [tokens / size - 1];
-  const window = /w(\d+)$/.exec(group);
-  const first = window ? Math.max(0, tokens - Number(window[1]) + 1) : 0;
+  const first = group ? Math.max(0, tokens - Number(group.slice(1)) + 1) : 0;
   const [start, stop] = [Math.floor(first / size), Math.ceil(tokens / size)];
   return Array.from({ length: stop - start }, (_, i) => start + i);
 }

@@ -12,7 +12,7 @@ export const ITEMSIZE = Object.fromEntries(
     [8, "F64 I64 U64"],
   ].flatMap(([size, names]) => names.split(" ").map((name) => [name, size])),
 );
-export const GROUP = /^(?:[wsd][1-9][0-9]{0,8}|p[1-9][0-9]{0,8}(?:w[1-9][0-9]{0,8})?)?$/;
+export const GROUP = /^(?:w[1-9][0-9]{0,8})?$/;
 const MAX_HEADER = 1 << 20;
 const NO_HASH = "-".repeat(64);
 const BLANK = "0".repeat(16);
@@ -42,13 +42,11 @@ export function checkLayout(layout) {
   demand(whole(layout.chunk_tokens, 1, 65536), "chunk_tokens out of range");
   demand(Object.hasOwn(ITEMSIZE, layout.dtype), `dtype ${layout.dtype}`);
   demand(GROUP.test(layout.group ?? ""), `group ${layout.group}`);
-  const pages = /^p(\d+)/.exec(layout.group ?? "");
-  demand(!pages || (layout.k_dim === Number(pages[1]) && layout.v_dim === 0 && layout.dtype === "U8"), "not a layout of pages");
 }
 
 /** The shard that a name stands for, `{ group, layers: [a, b], heads: [c, d] }`, or null. */
 export function parseShard(name) {
-  const found = /^(?:([wsd][1-9][0-9]{0,8}|p[1-9][0-9]{0,8}(?:w[1-9][0-9]{0,8})?)\.)?l([0-9]{1,5})-([0-9]{1,5})\.h([0-9]{1,5})-([0-9]{1,5})$/.exec(name);
+  const found = /^(?:(w[1-9][0-9]{0,8})\.)?l([0-9]{1,5})-([0-9]{1,5})\.h([0-9]{1,5})-([0-9]{1,5})$/.exec(name);
   if (!found) return null;
   const [a, b, c, d] = found.slice(2).map(Number);
   const shard = { group: found[1] ?? "", layers: [a, b], heads: [c, d] };

@@ -7,13 +7,6 @@ never a rank); one file holds one shard of one chunk. An *extent* is one head of
 V, ``tokens * head_dim`` elements. A *checksum block* is what one checksum covers: the extents of
 ``checksum_block_layers`` consecutive layers of one head, some 64 KiB. Nothing here touches a file
 or copies a byte.
-
-Some layers keep one state instead of K and V per token (Mamba, gated delta nets). A state sums up
-all tokens before it, so it is valid after exactly one token. In a group ``s<n>``, a chunk's file
-holds each layer's state of n bytes as it is after the chunk's last token; few chunks have such a
-file. Its array ``k`` has the same form as in other groups, so code that reads, checks or deletes
-files need not know about states. The array holds the state's bytes, padded with zeros and cut into
-one row per token.
 """
 
 from __future__ import annotations
@@ -48,18 +41,15 @@ _MAX_CHUNK_TOKENS: Final = 1 << 16
 _MAX_DIM: Final = 1 << 24
 """Elements of one head's row, far beyond any model."""
 
-_PAGES: Final = r"p[1-9]\d{0,8}(?:w[1-9]\d{0,8})?"
-_SHARD_NAME = re.compile(
-    rf"(?:([dsw]\d{{1,9}}|{_PAGES})\.)?l(\d{{1,5}})-(\d{{1,5}})\.h(\d{{1,5}})-(\d{{1,5}})"
-)
-_GROUP = re.compile(rf"(?:[dsw][1-9]\d{{0,8}}|{_PAGES})?")
+_SHARD_NAME = re.compile(r"(?:(w\d{1,9})\.)?l(\d{1,5})-(\d{1,5})\.h(\d{1,5})-(\d{1,5})")
+_GROUP = re.compile(r"(?:w[1-9]\d{0,8})?")
 
 
 def is_group(name: str) -> bool:
     """Whether ``name`` can name a group of layers; ``""`` is the default group.
 
-    >>> is_group("w1024"), is_group("p132w512"), is_group(""), is_group("x5")
-    (True, True, True, False)
+    >>> is_group("w1024"), is_group(""), is_group("x5")
+    (True, True, False)
     """
     return _GROUP.fullmatch(name) is not None
 
@@ -79,10 +69,8 @@ class KVLayout:
     chunk_tokens: int
     group: str = ""
     """The group of layers; ``layers`` counts within it. Empty for layers that attend to the whole
-    prefix (and for models with one kind of layer), ``w1024`` for a sliding window of 1024 tokens,
-    ``s4096`` for layers with a state of 4096 bytes, ``d1`` for a draft model's layers, which also
-    attend to the whole prefix, ``p132`` and ``p132w512`` for an engine's own pages, without and
-    with a window."""
+    prefix (and for models with one kind of layer), ``w1024`` for a sliding window of 1024
+    tokens."""
 
     def __post_init__(self) -> None:
         for name in ("layers", "kv_heads", "k_dim", "chunk_tokens"):
@@ -103,33 +91,12 @@ class KVLayout:
             msg = f"v_dim {self.v_dim}, dtype {self.dtype}: expected >= 0 and one of {[*ITEMSIZE]}"
             raise LayoutError(msg)
         if not is_group(self.group):
-            msg = f"group {self.group!r:.40}: expected nothing, w, s, d or p and a number"
-            raise LayoutError(msg)
-        row = self.group[1:].partition("w")[0]
-        if self.keeps_pages and (str(self.k_dim), self.v_dim, self.dtype) != (row, 0, "U8"):
-            msg = f"pages {self.group}: expected k_dim {row}, v_dim 0 and U8, found {self}"
-            raise LayoutError(msg)
+            raise LayoutError(f"group {self.group!r:.40}: expected nothing, or w and a number")
 
     @property
     def window(self) -> int | None:
-        """Tokens that a layer attends to, its own included (a state: 2); None: the whole prefix."""
-        _, limited, tokens = self.group.partition("w")
-        return int(tokens) if limited else 2 if self.keeps_state else None
-
-    @property
-    def drafts(self) -> bool:
-        """Whether these layers belong to a draft model, which only proposes tokens."""
-        return self.group.startswith("d")
-
-    @property
-    def keeps_state(self) -> bool:
-        """Whether these layers keep one state instead of K and V per token."""
-        return self.group.startswith("s")
-
-    @property
-    def keeps_pages(self) -> bool:
-        """Whether these are pages as an engine lays them out."""
-        return self.group.startswith("p")
+        """Tokens that a layer attends to, its own included; None: the whole prefix."""
+        return int(self.group[1:]) if self.group else None
 
     @property
     def dims(self) -> tuple[int, ...]:

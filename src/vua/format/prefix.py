@@ -2,7 +2,7 @@
 
 Layers with full attention need every chunk of the prefix. Layers with a sliding window need the
 chunks that hold the window at the prefix's end, from the first token of a block on: an engine fills
-whole blocks. Layers with a state need the chunk that ends where the prefix ends.
+whole blocks.
 """
 
 from __future__ import annotations
@@ -29,8 +29,6 @@ def first_needed(layout: KVLayout, tokens: int) -> int:
     >>> first_needed(KVLayout(1, 1, 4, 4, "U8", 8, "w20"), 64)
     45
     """
-    if layout.keeps_state:
-        return max(0, tokens - layout.chunk_tokens)
     return 0 if layout.window is None else max(0, tokens - layout.window + 1)
 
 
@@ -45,16 +43,12 @@ def first_token(kind: Kind, tokens: int) -> int:
     (45, 32)
     """
     first = first_needed(kind.layout, tokens)
-    return first if kind.layout.keeps_state else first - first % kind.block_tokens
+    return first - first % kind.block_tokens
 
 
 def alignment(kinds: Sequence[Kind]) -> int:
-    """Return a number that divides a prefix's length: it ends with a block of every kind.
-
-    With states it also ends with a chunk: a state's file is that of the last chunk.
-    """
-    states = (kind.layout.chunk_tokens for kind in kinds if kind.layout.keeps_state)
-    return math.lcm(*(kind.block_tokens for kind in kinds), *states)
+    """Return a number that divides a prefix's length: it ends with a block of every kind."""
+    return math.lcm(*(kind.block_tokens for kind in kinds))
 
 
 def leading(layouts: Sequence[KVLayout]) -> list[int]:
@@ -63,7 +57,7 @@ def leading(layouts: Sequence[KVLayout]) -> list[int]:
     These have full attention; if none has, they are those with windows.
     """
     full = [at for at, layout in enumerate(layouts) if layout.window is None]
-    return full or [at for at, layout in enumerate(layouts) if not layout.keeps_state]
+    return full or [*range(len(layouts))]
 
 
 def longest_prefix(
@@ -73,7 +67,7 @@ def longest_prefix(
     missing: Callable[[int, Sequence[int]], int | None],
     align: int = 1,
 ) -> int:
-    """Return how many tokens of a prompt can be used: every window and state after them is stored.
+    """Return how many tokens of a prompt can be used: every window after them is stored.
 
     Args:
         kinds: the model's, in any order.

@@ -63,26 +63,26 @@ class TestGolden(DirectoryTest):
         self.assertEqual(contents(GOLDEN), contents(again))
         self.assertLess(sum(map(len, contents(GOLDEN).values())), 50_000)
 
-    def test_pages(self) -> None:
-        """An engine's pages beside K and V: written again the same, and read."""
+    def test_windows(self) -> None:
+        """Layers with a window beside others: written again the same, and read."""
         again = self.root / "again"
         again.mkdir()
-        make_golden.make_pages(again)
+        make_golden.make_windows(again)
         make_golden.without_the_house(again)
-        self.assertEqual(contents(make_golden.PAGES), contents(again))
-        (space,) = make_golden.PAGES.iterdir()
+        self.assertEqual(contents(make_golden.WINDOWS), contents(again))
+        (space,) = make_golden.WINDOWS.iterdir()
         stores = Namespace.open(self.copied(space)).stores
         self.assertEqual(
-            [layout for layout, _ in make_golden.PAGE_CASES], [one.layout for one in stores]
+            [layout for layout, _ in make_golden.WINDOW_CASES], [one.layout for one in stores]
         )
         chain = KeyChain(token_ids(make_golden.TOKENS), 4)
-        for store, (layout, chunks) in zip(stores, make_golden.PAGE_CASES, strict=True):
+        for store, (layout, chunks) in zip(stores, make_golden.WINDOW_CASES, strict=True):
             held = [at for at in range(2) if store.holds(chain[at], (layout.full,))]
             self.assertEqual(list(chunks), held)
 
     def copied(self, space: Path) -> Path:
         """A copy of a namespace, so that nothing can happen to it."""
-        return Path(shutil.copytree(space, self.root / "pages" / space.name))
+        return Path(shutil.copytree(space, self.root / "windows" / space.name))
 
     def test_safetensors(self) -> None:
         """The safetensors library opens them and gives the same tensors."""

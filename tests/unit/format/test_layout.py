@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import unittest
-from dataclasses import replace
 
 from hypothesis import strategies as st
 
@@ -98,35 +97,9 @@ class TestGroups(unittest.TestCase):
         self.assertNotIn("group", SMALL.describe())
         for layout in (SMALL, self.WINDOWED):
             self.assertEqual(layout, KVLayout.from_description(layout.describe()))
-        for group in ("w", "w0", "w01", "x5", "W5", "w-1", "w1.", "w9999999999"):
+        for group in ("w", "w0", "w01", "x5", "d1", "s40", "p9", "W5", "w-1", "w1.", "w9999999999"):
             with self.assertRaisesRegex(LayoutError, "group"):
                 KVLayout(3, 4, 8, 4, "BF16", 4, group)
-
-    def test_draft(self) -> None:
-        """A draft's layers attend to everything, under a name of their own."""
-        draft = KVLayout(1, 4, 8, 4, "BF16", 4, "d1")
-        self.assertEqual((None, True, False), (draft.window, draft.drafts, SMALL.drafts))
-        self.assertEqual("d1.l0-1.h0-4", draft.full.name)
-        self.assertEqual(draft.full, Shard.parse(draft.full.name))
-
-    def test_pages(self) -> None:
-        """An engine's own pages: bytes alone, of as many as the name says; a window may follow."""
-        pages = KVLayout(3, 2, 132, 0, "U8", 64, "p132w512")
-        self.assertEqual(("p132w512", 512), (pages.group, pages.window))
-        self.assertEqual(pages, KVLayout.from_description(pages.describe()))
-        self.assertEqual(pages.full, Shard.parse("p132w512.l0-3.h0-2"))
-        whole = replace(pages, group="p132")
-        self.assertEqual((None, True), (whole.window, whole.keeps_pages))
-        self.assertEqual("p132.l0-3.h0-2", whole.full.name)
-        self.assertFalse(self.WINDOWED.keeps_pages or whole.keeps_state or whole.drafts)
-        self.assertFalse(whole.full.contains(pages.full))
-        for change in ({"k_dim": 131}, {"v_dim": 1}, {"dtype": "I8"}, {"group": "p131"}):
-            with self.assertRaisesRegex(LayoutError, "pages p13"):
-                replace(whole, **change)
-        for group in ("p", "p0", "p01", "p1w", "p1w0", "p1s2", "pw1", "p1w1w1", "w1p1"):
-            with self.assertRaisesRegex(LayoutError, "group"):
-                replace(whole, group=group)
-            self.assertIsNone(Shard.parse(f"{group}.l0-3.h0-2"))
 
     def test_shard(self) -> None:
         """A group's shards never stand for another group's."""
