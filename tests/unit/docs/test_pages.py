@@ -111,7 +111,7 @@ class ResultsTest(DirectoryTest):
             for name, text in olympics.page.made_of(report).items()
         ]
         made += [
-            (model_classes.PAGE, model_classes.REGION, model_classes.text()),
+            (model_classes.PAGE, model_classes.region("models"), model_classes.text()),
             (lab.shares.PAGE, lab.shares.REGION, lab.shares.text(shares)),
             (lab.sweeps.PAGE, lab.sweeps.REGION, lab.sweeps.text(sweeps)),
         ]
