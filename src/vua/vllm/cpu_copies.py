@@ -60,7 +60,7 @@ def lend() -> None:
         return
     moves: Any = gpu_worker.SingleDirectionOffloadingHandler
 
-    class OnCPU(moves):  # type: ignore[misc]
+    class OnCPU(moves):
         """vLLM's own, for blocks in this memory."""
 
         def __init__(self, gpu_tensors: list[torch.Tensor], **given: Any) -> None:
