@@ -84,7 +84,6 @@ TESTS = (
     "tests/unit/device/test_device_gds.py",
     "tests/unit/lmcache/test_lmcache_gpu_connector.py",
     "tests/unit/transformers/test_tensors.py",
-    "tests/unit/test_serdes.py",
 )
 """Each file with a test that needs a GPU: others may need packages that are not there."""
 SMALL_TESTS = ("-m", "not gpu and not thorough", "tests/unit/device/test_device_staging.py")
