@@ -30,8 +30,6 @@ from vua.capacity.lease import lease, upkeep_directory
 from vua.capacity.limits import Limits, ResolvedLimits
 from vua.capacity.listing import (
     Listing,
-    Spread,
-    in_turn,
     read_listing,
     read_node,
     temporary_database,
@@ -46,6 +44,7 @@ from vua.capacity.spaces import (
     fans_of,
     is_ours,
     listed,
+    over_fans,
     silent,
     spaces,
     trash_in,
@@ -71,7 +70,6 @@ def evict_unreadable(
     known: Callable[[], frozenset[str]],
     *,
     show: Show = silent,
-    spread: Spread = in_turn,
     evict_chunk: Callable[[Space, str], int | None] = evict_chunk,
 ) -> tuple[DeletionTotals, int]:
     """Delete the sealed chunks of a namespace whose key is not known, children before parents.
@@ -85,7 +83,6 @@ def evict_unreadable(
         known: returns the ids of all keys that are not lost, as they are now; its exception is
             raised here before anything is deleted.
         show: receives progress, often.
-        spread: how to go through the fan-out directories, by default one by one.
         evict_chunk: deletes a chunk.
 
     Returns what was deleted, and how many chunks stay because they are pinned. Raises OSError if
@@ -93,7 +90,7 @@ def evict_unreadable(
     """
     ids, fans = known(), fans_of(space)
     found, count = temporary_database("CREATE TABLE lost (start INT, chunk TEXT)"), 0
-    for done, some in enumerate(spread(partial(_unreadable_in, space, ids), space, fans), 1):
+    for done, some in enumerate(over_fans(partial(_unreadable_in, space, ids), space, fans), 1):
         found.executemany("INSERT INTO lost VALUES (?, ?)", some)
         count += len(some)
         show(f"{space.name[:12]}, {counted(count, 'chunk')} of lost keys", done, len(fans))
@@ -157,7 +154,6 @@ def collect(
     rehearse: bool = False,
     known: Callable[[], frozenset[str]] | None = None,
     show: Show = silent,
-    spread: Spread = in_turn,
 ) -> Collection:
     """Bring ``root`` within ``limits`` and sweep what is unusable.
 
@@ -168,7 +164,6 @@ def collect(
         rehearse: change nothing, and report what would go (now, by this host's clock).
         known: returns the ids of all keys that are not lost; chunks sealed with other keys go.
         show: receives progress.
-        spread: how to go through a namespace's fan-out directories, by default one by one.
 
     Raises ConfigError for a directory without the mark (`vua.storage.mark`), OSError if ``root``
     cannot be listed or written to.
@@ -187,7 +182,7 @@ def collect(
             if known is not None:
                 for space in mine:
                     freed, pinned = evict_unreadable(
-                        space, known, show=show, spread=spread, evict_chunk=remover.evict_chunk
+                        space, known, show=show, evict_chunk=remover.evict_chunk
                     )
                     report.lost_keys += freed
                     if pinned:
@@ -197,7 +192,7 @@ def collect(
                             "`vua pin DIR` lists pins, `vua rm DIR NAME --pinned` deletes"
                         )
             for space in [] if quick else mine:
-                listing = read_listing(space, show, spread)
+                listing = read_listing(space, show)
                 report.leftovers += _settle(space, listing, now_ns, remover)
                 report.orphans += _evict_orphans(space, listing, remover)
                 if limits.max_bytes_per_salt is not None:

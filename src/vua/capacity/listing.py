@@ -23,10 +23,10 @@ import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeVar
 
 from vua.capacity.lru import mtime_ns_of
-from vua.capacity.spaces import Show, Space, chunks_of, fans_of, listed, silent
+from vua.capacity.spaces import Show, Space, chunks_of, fans_of, listed, over_fans, silent
 from vua.errors import ConfigError, StorageError
 from vua.format.parse import parent_in
 from vua.io.posix import closing_fd
@@ -592,27 +592,9 @@ def parts(chunks: Iterable[ListedChunk], many: int) -> Iterator[list[ListedChunk
 # -- of a directory -------------------------------------------------------------------------------
 
 
-class Spread(Protocol):
-    """Runs a piece of work for each fan-out directory of a namespace, in order."""
-
-    def __call__(
-        self, work: Callable[[str], R], space: Space, fans: list[str], /
-    ) -> Iterable[R]: ...
-
-
-def in_turn(
-    work: Callable[[str], R],
-    space: Space,  # noqa: ARG001
-    fans: list[str],
-) -> Iterable[R]:
-    """Do the work here, one after the other."""
-    return map(work, fans)
-
-
 def read_listing(
     space: Space,
     show: Show = silent,
-    spread: Spread = in_turn,
     known: Listing | None = None,
     *,
     headers: bool = True,
@@ -626,7 +608,7 @@ def read_listing(
     """
     found, fans = Listing(), fans_of(space) if fans is None else [*fans]
     if known is None:
-        parts_of = spread(partial(_part_of, space, headers=headers), space, fans)
+        parts_of = over_fans(partial(_part_of, space, headers=headers), space, fans)
     else:
         parts_of = (_part_of(space, fan, known.nodes(fan)) for fan in fans)
     count = 0

@@ -9,15 +9,14 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import signal
 import stat
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, Literal, NamedTuple, TypeAlias, TypeVar
 
-from vua.capacity.spaces import Show, Space, is_fan, is_trash, listed, some_fans
+from vua.capacity.spaces import Show, Space, is_fan, is_trash, listed, over_fans, some_fans
 from vua.errors import explaining
 from vua.format.layout import Shard
 from vua.io.posix import closing_fd
@@ -31,17 +30,11 @@ if TYPE_CHECKING:
 
     from typing_extensions import Self
 
-T = TypeVar("T")
-R = TypeVar("R")
 D = TypeVar("D", bound="DirectoryContents")
 
 SHORT: Final = 12
 """Hex digits shown of a digest."""
 Kind: TypeAlias = NamedKind | Literal["unreadable"]
-
-_PROCESSES: Final = 8
-"""More than most machines have free cores: on a cold disk each waits for its own reads."""
-_LARGE: Final = 20_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,50 +138,6 @@ class Content:
         if part.entries:
             self.entries.extend(part.entries)
         self.strays += part.strays
-
-
-# -- several processes ----------------------------------------------------------------------------
-
-
-def is_large(space: Space) -> bool:
-    """Whether a namespace has some ten thousand chunks or more, judged by two of its parts."""
-    names = 0
-    for fan in ("00", "80"):
-        with listed(space.fd, fan) as entries:
-            names += sum(1 for _ in entries)
-    return 128 * names >= _LARGE
-
-
-def spread(work: Callable[[T], R], items: Sequence[T], *, large: bool) -> Iterator[R]:
-    """Yield ``work`` of each item in order; ``large``, by the main thread, in several processes.
-
-    Then items, ``work`` and results must be picklable; open descriptors stay valid. An exception of
-    ``work`` is raised here.
-    """
-    if large:
-        import multiprocessing  # noqa: PLC0415 - `vua ls` starts without
-        import threading  # noqa: PLC0415 - likewise
-
-        # What is forked beside other threads may inherit a lock that is held, and hang.
-        large = threading.current_thread() is threading.main_thread()
-    if not large:
-        yield from map(work, items)
-        return
-    # A pool that is interrupted while it starts leaves processes that never end.
-    mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-    try:
-        with multiprocessing.get_context("fork").Pool(
-            _PROCESSES, initializer=signal.signal, initargs=(signal.SIGINT, signal.SIG_IGN)
-        ) as pool:
-            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
-            yield from pool.imap(work, items)
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
-
-
-def over_fans(work: Callable[[str], R], space: Space, fans: list[str]) -> Iterator[R]:
-    """Yield ``work`` of each of a namespace's fan-out directories, as `read_listing` asks."""
-    return spread(work, fans, large=is_large(space))
 
 
 # -- what lies in a namespace ---------------------------------------------------------------------

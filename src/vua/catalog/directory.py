@@ -34,11 +34,13 @@ from vua.capacity.spaces import (
     columns_of,
     fans_of,
     is_all_ours,
+    is_large,
     is_ours,
     listed,
     silent,
     some_fans,
     spaces,
+    spread,
     trash_in,
 )
 from vua.capacity.usage import measure
@@ -65,10 +67,7 @@ from vua.catalog.contents import (
     SHORT,
     DirectoryContents,
     Item,
-    is_large,
     opened_space,
-    over_fans,
-    spread,
     walk,
     walk_chunk,
 )
@@ -182,12 +181,10 @@ class DirectoryNamespace(NamespaceCatalog):
 
     def listing(self, show: Show, past: Listing | None = None) -> Listing:
         """Read the headers of all chunks, or only of chunks with a new mtime."""
-        if past is None:
-            return read_listing(self.space, show, over_fans)
         return read_listing(self.space, show, known=past)
 
     def names(self, show: Show, fans: Sequence[str] | None = None) -> Listing:
-        return read_listing(self.space, show, over_fans, headers=False, fans=fans)
+        return read_listing(self.space, show, headers=False, fans=fans)
 
     def other_nbytes(self) -> tuple[int, int]:
         space, names = self.space, [name for name, _ in trash_in(self.space.fd, roots=False)]
@@ -240,7 +237,7 @@ class DirectoryCatalog(DirectoryContents, Catalog):
 
     def listing(self, description: Description, show: Show) -> Listing | None:
         with opened_space(description) as space:
-            return read_listing(space, show, over_fans)
+            return read_listing(space, show)
 
     def quick_use(self, given: Limits = NO_LIMITS) -> Use:
         with explaining(self.where):
@@ -294,10 +291,7 @@ class DirectoryCatalog(DirectoryContents, Catalog):
                     ask(f"Shrink {self.where} {change} by deleting the rest?")
             if keep and not dry_run:
                 self.keep(lasting)
-            done = collect(
-                *(self.root, limits), quick=quick, rehearse=dry_run, known=lost, show=show,
-                spread=over_fans,
-            )  # fmt: skip
+            done = collect(self.root, limits, quick=quick, rehearse=dry_run, known=lost, show=show)
             done.strays = self._strays()
         return done
 

@@ -35,8 +35,8 @@ QUIET = """
         if seen == stop:
             os.killpg(0, signal.SIGINT)
     if mode == "large":
-        import vua.catalog.contents
-        vua.catalog.contents._LARGE = 0
+        import vua.capacity.spaces
+        vua.capacity.spaces._LARGE = 0
     sys.addaudithook(count)
     status = main()
     with open(counts, "w") as file:

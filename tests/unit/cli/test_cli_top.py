@@ -160,9 +160,9 @@ class TestRepair(CliTest):
 
 LARGE = """
     import sys
-    from vua.catalog import contents
+    from vua.capacity import spaces
     from vua.cli import main
-    contents._LARGE = 0
+    spaces._LARGE = 0
     sys.exit(main(sys.argv[1:]))
 """
 

@@ -23,7 +23,7 @@ from forest import plant
 from helpers import caches_of, contents, flip, read_only, until
 from ui import Served, served
 from vua.capacity.limits import Limits, write_bounds
-from vua.catalog.contents import spread
+from vua.capacity.spaces import spread
 from vua.catalog.opening import open_catalog
 from vua.cli.ui.server import Files, overview
 from vua.core import VUA, VUAConfig
