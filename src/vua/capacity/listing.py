@@ -23,7 +23,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeAlias, TypeVar
 
 from vua.capacity.lru import mtime_ns_of
 from vua.capacity.spaces import Show, Space, chunks_of, fans_of, listed, over_fans, silent
@@ -47,13 +47,14 @@ _AT_ONCE: Final = 1 << 10
 _SCHEMA: Final = """
     PRAGMA journal_mode = OFF; PRAGMA synchronous = OFF;
     CREATE TABLE chunks (
-        name TEXT PRIMARY KEY, nbytes INT, used_ns INT, paths TEXT, before TEXT, salt TEXT,
+        name TEXT PRIMARY KEY, nbytes INT, used_ns INT, files TEXT, before TEXT, salt TEXT,
         told INT, incomplete INT, goes INT
     ) WITHOUT ROWID;
     CREATE TABLE marks (chunk TEXT, path TEXT, pin TEXT, before TEXT);
     CREATE INDEX marked ON marks (chunk);
     CREATE TABLE places (name TEXT PRIMARY KEY, depth INT, needed_ns INT) WITHOUT ROWID;
     CREATE TABLE fresh (name TEXT PRIMARY KEY) WITHOUT ROWID;
+    CREATE TABLE past (name TEXT PRIMARY KEY, used_ns INT) WITHOUT ROWID;
     CREATE VIEW pinned AS
         SELECT * FROM chunks WHERE name IN (SELECT chunk FROM marks WHERE pin IS NOT NULL);
     CREATE VIEW orphans AS
@@ -98,12 +99,12 @@ _BELOW: Final = """
 """
 """A circle ends where it began."""
 _ADD: Final = """
-    INSERT INTO chunks (name, paths, nbytes, used_ns) VALUES (?, ?, ?, ?)
+    INSERT INTO chunks (name, files, nbytes, used_ns) VALUES (?, ?, ?, ?)
     ON CONFLICT (name) DO UPDATE SET
-        paths = paths || char(10) || excluded.paths,
+        files = files || char(10) || excluded.files,
         nbytes = nbytes + excluded.nbytes, used_ns = max(used_ns, excluded.used_ns)
 """
-_CHUNK: Final = "SELECT name, nbytes, used_ns, paths, before FROM chunks"
+_CHUNK: Final = "SELECT name, nbytes, used_ns, files, before FROM chunks"
 _TELL: Final = (
     "UPDATE chunks SET before = coalesce(before, ?), told = max(?, ifnull(told, 0)) WHERE name = ?"
 )
@@ -126,8 +127,8 @@ class ChunkNode(NamedTuple):
     salt: bytes
     """For a first chunk: the digest of its extras, empty without."""
     nbytes: int
-    files: int
-    """Entries, whole or damaged."""
+    files: tuple[str, ...]
+    """Names of entries, whole or damaged."""
     temporary: bool
     """Whether files are being written there, or were left."""
     pinned: tuple[str, ...]
@@ -136,8 +137,8 @@ class ChunkNode(NamedTuple):
 
 def read_node(space: Space, chunk: str, *, header: bool = True) -> ChunkNode:
     """Read a chunk's directory and one of its headers; unreadable parts are left out."""
-    before, salt, nbytes, files, temporary = "", b"", 0, 0, False
-    pinned, known = [], not header
+    before, salt, nbytes, temporary = "", b"", 0, False
+    files, pinned, known = list[str](), list[str](), not header
     with listed(space.fd, chunk_path(chunk)) as entries:
         for entry in sorted(entries, key=lambda entry: entry.name):  # after- comes first
             name = entry.name
@@ -148,14 +149,14 @@ def read_node(space: Space, chunk: str, *, header: bool = True) -> ChunkNode:
             elif name.startswith(TEMPORARY):
                 temporary = True
             elif name.endswith(SUFFIX):
-                files += 1
+                files.append(name)
                 with contextlib.suppress(OSError):
                     nbytes += entry.stat(follow_symlinks=False).st_size
                 if not known:
                     found = _read_parent(space, f"{chunk_path(chunk)}/{name}")
                     if found is not None:
                         (before, salt), known = found, True
-    return ChunkNode(before, salt, nbytes, files, temporary, tuple(pinned))
+    return ChunkNode(before, salt, nbytes, tuple(files), temporary, tuple(pinned))
 
 
 def _read_parent(space: Space, path: str) -> tuple[str, bytes] | None:
@@ -228,7 +229,7 @@ class ListedChunk(NamedTuple):
     used_ns: int
     """Its last use; in a bucket when the youngest of its entries was written, or renewed."""
     paths: Sequence[str]
-    """Its entries, relative to the namespace; none for a directory."""
+    """Its entries, relative to the namespace."""
     before: str | None
     """The preceding chunk: "" for a first or unreadable one, None if not known yet."""
     marks: Sequence[str]
@@ -257,9 +258,12 @@ class Continuations(NamedTuple):
     """How many of these first chunks have extras: a salt, a LoRA adapter, an image."""
 
 
+_Row: TypeAlias = tuple[str, int, int, str, str | None, str]
+"""Name, bytes, mtime in ns, names of files, preceding chunk, digest of a first chunk's extras."""
+
+
 class _Part(NamedTuple):
-    rows: list[tuple[str, int, int, str | None, str]]
-    """Name, bytes, mtime in ns, preceding chunk, digest of a first chunk's extras (hex)."""
+    rows: list[_Row]
     pins: list[tuple[str, str]]
     """Held chunks, each with the pinned one."""
     unsettled: list[str]
@@ -281,7 +285,7 @@ class Listing:
 
     def add(self, name: str, path: str, nbytes: int, used_s: float) -> None:
         """Add an entry of a chunk."""
-        self._added.append((name, path, nbytes, int(used_s * 1e9)))
+        self._added.append((name, path.rpartition("/")[2], nbytes, int(used_s * 1e9)))
         if len(self._added) >= _AT_ONCE:
             self._write()
 
@@ -293,7 +297,8 @@ class Listing:
     def add_part(self, part: _Part) -> None:
         """Add whole chunks."""
         self._base.executemany(
-            "INSERT INTO chunks (name, nbytes, used_ns, before, salt) VALUES (?, ?, ?, ?, ?)",
+            "INSERT INTO chunks (name, nbytes, used_ns, files, before, salt) "
+            "VALUES (?, ?, ?, ?, ?, ?)",
             part.rows,
         )
         self._base.executemany("INSERT INTO marks VALUES (?, '', ?, NULL)", part.pins)
@@ -329,11 +334,11 @@ class Listing:
         return None if row is None else self._chunk(row)
 
     def _chunk(self, row: Sequence[Any]) -> ListedChunk:
-        name, nbytes, used_ns, paths, before = row
+        name, nbytes, used_ns, files, before = row
         beside = self._base.execute("SELECT path, pin FROM marks WHERE chunk = ?", (name,))
         marks = beside.fetchall()
         pins = [pin for _, pin in marks if pin is not None]
-        paths = paths.split("\n") if paths else ()
+        paths = [f"{chunk_path(name)}/{one}" for one in files.split("\n") if one]
         return ListedChunk(name, nbytes, used_ns, paths, before, [path for path, _ in marks], pins)
 
     def all(self, where: str = "1", *values: object) -> Iterator[ListedChunk]:
@@ -411,7 +416,7 @@ class Listing:
 
     def firsts(self) -> Iterator[tuple[str, str]]:
         """Yield the first chunks of prompts, each with the digest of its extras (hex), or ""."""
-        return self._ask("SELECT name, ifnull(salt, '') FROM chunks WHERE before = ''")
+        yield from self._ask("SELECT name, ifnull(salt, '') FROM chunks WHERE before = ''")
 
     def orphans(self) -> list[str]:
         """Return the chunks whose preceding one is not there."""
@@ -469,39 +474,49 @@ class Listing:
 
     # -- what changed -----------------------------------------------------------------------------
 
-    def nodes(self, fan: str) -> dict[str, tuple[str, int, int, str | None, str]]:
+    def used_since(self, ns: int) -> int:
+        """Return how many chunks were used since a time."""
+        query = "SELECT count(*) FROM chunks WHERE used_ns >= ?"
+        return int(self._base.execute(query, (ns,)).fetchone()[0])
+
+    def changes(self, past: Listing, fans: Sequence[str] | None) -> tuple[int, int, int]:
+        """Return how many chunks are new, used and gone since another listing of the namespace.
+
+        Given ``fans``, of the other listing only chunks whose names begin with such digits count.
+        """
+        rows = (row for row in past.names() if fans is None or row[0][:2] in fans)
+        self._base.executemany("INSERT INTO past VALUES (?, ?)", rows)
+        found = self._base.execute(
+            "SELECT count(*) FILTER (WHERE past.name IS NULL), "
+            "count(*) FILTER (WHERE chunks.used_ns > past.used_ns), count(past.name) "
+            "FROM chunks LEFT JOIN past USING (name)"
+        )
+        new, used, stayed = found.fetchone()
+        (before,) = self._base.execute("SELECT count(*) FROM past").fetchone()
+        self._base.execute("DELETE FROM past")
+        return new, used, before - stayed
+
+    def nodes(self, fan: str) -> dict[str, _Row]:
         """Return the rows of the chunks in a fan-out directory, but for unsettled ones."""
         rows = self._base.execute(
-            "SELECT name, nbytes, used_ns, before, salt FROM chunks WHERE name BETWEEN ? AND ?",
+            "SELECT name, nbytes, used_ns, files, before, salt FROM chunks "
+            "WHERE name BETWEEN ? AND ?",
             (fan, f"{fan}g"),
         )
         unsure = {*self.unsettled}
         return {row[0]: row for row in rows if row[0] not in unsure}
 
-    def _complete(self) -> Iterator[tuple[str, int]]:
-        """Yield them by name with their times, some at once: they may be changed meanwhile."""
-        last = ""
-        query = (
-            "SELECT name, used_ns FROM chunks WHERE name > ? AND incomplete IS NULL "
-            "ORDER BY name LIMIT 1024"
-        )
-        while rows := self._base.execute(query, (last,)).fetchall():
-            yield from rows
-            last = rows[-1][0]
-
-    def judge(self, is_whole: Callable[[str], bool], past: Listing | None = None) -> None:
+    def judge(self, is_whole: Callable[[Sequence[str]], bool]) -> None:
         """Find what lookups find: chunks that are whole, with all before them.
 
-        ``is_whole`` is not asked for chunks that were whole in ``past``, and have the same time.
+        ``is_whole`` judges a chunk by the names of its files.
         """
         self._base.execute("UPDATE chunks SET incomplete = 1 WHERE nbytes = 0")
-        known = iter(()) if past is None else past._complete()  # noqa: SLF001 - of its class
-        unknown = _only_in(self._complete(), known)
-        while some := list(itertools.islice(unknown, _AT_ONCE)):
-            self._base.executemany(
-                "UPDATE chunks SET incomplete = 1 WHERE name = ?",
-                [(name,) for name, _ in some if not is_whole(name)],
-            )
+        forms = self._base.execute("SELECT DISTINCT files FROM chunks").fetchall()
+        self._base.executemany(
+            "UPDATE chunks SET incomplete = 1 WHERE files = ?",
+            [form for form in forms if not is_whole(form[0].split("\n"))],
+        )
         self._ask("INSERT INTO places (name, depth) SELECT name, depth FROM found")
 
     def _placed(self) -> Iterator[tuple[str]]:
@@ -622,7 +637,7 @@ def read_listing(
 def _part_of(
     space: Space,
     fan: str,
-    known: dict[str, tuple[str, int, int, str | None, str]] | None = None,
+    known: dict[str, _Row] | None = None,
     *,
     headers: bool = True,
 ) -> _Part:
@@ -642,7 +657,8 @@ def _part_of(
         before = node.before if _NAME.fullmatch(node.before) else ""
         salt = "" if before else node.salt.hex()
         told = before if headers else None
-        part.rows.append((chunk, node.nbytes, mtime_ns, told, salt))
+        files = "\n".join(node.files)
+        part.rows.append((chunk, node.nbytes, mtime_ns, files, told, salt))
         part.pins.extend((chunk, pinned) for pinned in node.pinned)
     part.rows.sort()
     return part

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Final, Protocol, TypeAlias, TypeVar
 
 from vua.io.posix import close_quietly
 from vua.storage.description import DESCRIPTION, is_described, is_namespace_name, is_unknown
-from vua.storage.names import NOTED, PARENTS, QUARANTINE, QUARANTINED, TTL_FOLDER, chunk_file_kind
+from vua.storage.names import PARENTS, QUARANTINE, TTL_FOLDER, chunk_file_kind
 
 if TYPE_CHECKING:
     import numpy as np
@@ -298,39 +298,6 @@ def is_ours(space: Space) -> bool:
                 if any(chunk_file_kind(one.name) == "entry" for one in ours):
                     return True
     return False
-
-
-def is_all_ours(space: Space) -> bool:
-    """Whether a namespace contains only VUA's files. Lists every chunk."""
-    with listed(space.fd, ".") as entries:
-        beside = [one for one in entries if not is_fan(one.name)]
-        folders = {
-            TTL_FOLDER: re.compile(r"[0-9a-f]{64}"), PARENTS: NOTED, QUARANTINE: QUARANTINED
-        }  # fmt: skip
-    for one in beside:
-        pattern = folders.get(one.name)
-        if pattern is not None:
-            with listed(space.fd, one.name) as entries:
-                known = all(pattern.fullmatch(each.name) for each in entries)
-        elif is_trash(one.name):
-            known = _is_all_ours(space.fd, one.name, namespace=False)
-        else:
-            known = one.name == DESCRIPTION or is_leftover(space.fd, one.name)
-        if not known:
-            return False
-    return all(_is_fan_ours(space, fan) for fan in fans_of(space))
-
-
-def _is_fan_ours(space: Space, fan: str) -> bool:
-    with listed(space.fd, fan) as entries:
-        chunks = [one.name if is_chunk(one, fan) else "" for one in entries]
-    for chunk in chunks:
-        if not chunk:
-            return False
-        with listed(space.fd, f"{fan}/{chunk}") as entries:
-            if not all(map(is_chunk_file, entries)):
-                return False
-    return True
 
 
 def is_chunk(entry: os.DirEntry[str], fan: str) -> bool:

@@ -20,10 +20,7 @@ from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Final, Literal, NamedTuple, TypeAlias, TypeVar
-
-import numpy as np
-import numpy.typing as npt
+from typing import Any, Final, Literal, TypeAlias, TypeVar
 
 from vua.capacity.limits import Limits
 from vua.capacity.listing import ListedChunk, Listing
@@ -32,17 +29,16 @@ from vua.capacity.spaces import Show
 from vua.catalog.check import OpenFile, Verification
 from vua.catalog.contents import SHORT, Content
 from vua.errors import ConfigError, explaining
-from vua.format.layout import KVLayout, Shard
-from vua.format.parse import EntryInfo
+from vua.format.layout import KVLayout
 from vua.io.words import counted, size
 from vua.security.keyring import KnownKeys
 from vua.security.settings import Security
-from vua.storage.description import Description
+from vua.storage.description import DESCRIPTION, Description
 from vua.storage.location import Location
+from vua.store.evidence import settled
 
 MAX_FILE_NBYTES: Final = 4 << 30
 """Largest file of a chunk; one that claims to be larger is not read."""
-NO_LIMITS: Final = Limits()
 _NAME: Final = re.compile(r"[0-9a-f]{6,64}")
 
 Level: TypeAlias = Literal["ok", "note", "bad"]
@@ -104,7 +100,7 @@ class Removal:
     chunks: int = 0
     nbytes: int = 0
     objects: int | None = None
-    """Deleted objects; None for a directory, where they are not counted."""
+    """Deleted objects; None for a directory and a dry run, where they are not counted."""
     kept: int = 0
     """Pinned chunks that stay."""
     left: str = ""
@@ -175,81 +171,34 @@ class Rules:
     rules: Mapping[str, object]
 
 
-class Times(NamedTuple):
-    """When some chunks were last used, in 16 bytes for each."""
-
-    chunks: npt.NDArray[np.uint64]
-    """The first 8 bytes of their names, ascending."""
-    mtimes_ns: npt.NDArray[np.int64]
-    """In ns by the server's clock."""
-
-    @classmethod
-    def of(cls, names: Sequence[str], mtimes_ns: Iterable[int] | npt.NDArray[np.int64]) -> Times:
-        """Sort chunks given by their names, 64 hex, and mtimes."""
-        digests = np.frombuffer(bytes.fromhex("".join(names)), dtype=">u8").reshape(-1, 4)
-        order = np.argsort(digests[:, 0], kind="stable")
-        times = np.fromiter(mtimes_ns, dtype=np.int64, count=len(names))
-        return cls(digests[order, 0].astype(np.uint64), times[order])
-
-
 @dataclass(slots=True)
-class Snapshot:
+class Look:
     """A namespace at one moment, from names, times and sizes alone, and what changed before."""
 
     name: str
     model: str
-    scale: float = 1.0
-    """So many chunks stand for each one in :attr:`times`, which has a sample of very many."""
-    times: dict[str, Times] = field(default_factory=dict)
-    """By the first two digits of their names: the last use of chunks."""
-    chunk_nbytes: float = 0.0
-    """Mean size of a chunk."""
-    salts: Mapping[str, int] = field(default_factory=dict)
-    """First chunks per prefix of their salt's digest, if that is cheap to know."""
-    chunks: int = 0
-    """All of them, from those looked at; so are the three that follow."""
+    chunks: Listing
+    """All of them, or a sample of very many."""
+    fans: Sequence[str] | None
+    """With which two digits the names of a sample begin; None for all."""
+    scale: float
+    """So many chunks stand for each one in :attr:`chunks`; so it is with those that follow."""
     new: int = 0
     """Since the look before; also :attr:`used` and :attr:`gone`."""
     used: int = 0
     gone: int = 0
-
-    def add(self, fan: str, now: Times, past: Snapshot | None) -> None:
-        """Add what begins with two digits, and compare it with that of ``past``, which forgets it.
-
-        What a sample left out in ``past`` is not new.
-        """
-        self.times[fan] = now
-        self.chunks += len(now.chunks)
-        old = past.times.pop(fan, None) if past is not None else None
-        if old is None:
-            self.new += len(now.chunks) if past is None or past.scale == 1 else 0
-            return
-        both, here, there = np.intersect1d(
-            now.chunks, old.chunks, assume_unique=True, return_indices=True
-        )
-        self.new += len(now.chunks) - len(both)
-        self.gone += len(old.chunks) - len(both)
-        self.used += int((now.mtimes_ns[here] > old.mtimes_ns[there]).sum())
-
-    def end(self, past: Snapshot | None, fans: Sequence[str]) -> None:
-        """Count what is gone with its fan-out directory, and scale up; all ``fans`` that exist."""
-        if past is not None:
-            gone = (len(one.chunks) for fan, one in past.times.items() if fan not in fans)
-            self.gone += sum(gone)
-            past.times.clear()
-        self.scale = len(fans) / len(self.times) if self.times else 1.0
-        for name in ("chunks", "new", "used", "gone"):
-            setattr(self, name, round(getattr(self, name) * self.scale))
+    salts: Mapping[str, int] = field(default_factory=dict)
+    """First chunks per prefix of their salt's digest, if the namespace is small."""
 
 
 class NamespaceCatalog(ABC):
     """The chunks of one namespace."""
 
     name: str
-    lists_shards = False
-    """Whether :meth:`shards` is known from the listing, and costs nothing."""
+    stated: Description
+    """Its description as it is, without a look at headers."""
     salted_most = 4096
-    """Of at most so many chunks a snapshot has the salts: that needs a header of each."""
+    """Of at most so many chunks a look has the salts: that needs a header of each."""
 
     @property
     def is_ours(self) -> bool:
@@ -257,32 +206,20 @@ class NamespaceCatalog(ABC):
         return True
 
     @property
-    @abstractmethod
     def description(self) -> Description:
         """The namespace's description."""
+        return self.stated
 
     @property
-    @abstractmethod
     def layouts(self) -> tuple[KVLayout, ...]:
         """One per group of layers, as its entries' headers confirm them; () if unknown."""
+        return settled(self.stated).layouts
 
     # -- reading ----------------------------------------------------------------------------------
 
     @abstractmethod
     def matching(self, digits: str) -> list[str]:
         """Return the chunks whose names begin with ``digits``, sorted."""
-
-    @abstractmethod
-    def holds(self, chunk: str) -> bool:
-        """Whether a chunk is stored."""
-
-    @abstractmethod
-    def header(self, chunk: str) -> EntryInfo | None:
-        """Return the header of one of a chunk's entries; None if none can be read."""
-
-    @abstractmethod
-    def shards(self, chunk: str) -> list[Shard | None]:
-        """Return the shards of a chunk's entries."""
 
     @abstractmethod
     def listed(self, chunk: str) -> list[str]:
@@ -292,45 +229,33 @@ class NamespaceCatalog(ABC):
     def opened(self, path: str) -> contextlib.AbstractContextManager[OpenFile]:
         """Return a file, open for reading, by its path in the namespace. Raises OSError."""
 
-    def snapshot(self, past: Snapshot | None = None) -> Snapshot:
-        """Return the current names and times, and what changed since ``past``.
+    def look(self, show: Show, past: Look | None = None) -> Look:
+        """Return the current names, times and sizes, and what changed since ``past``.
 
-        The times of ``past`` are gone then: so two looks need no more memory than one.
+        Raises OSError.
         """
-        (fans, many), found = self.fans(), Snapshot(self.name, self.stated.model)
-        some = list[str]()
-        for fan in fans[:many]:
-            names, mtimes_ns = self.times(fan)
-            found.add(fan, Times.of(names, mtimes_ns), past)
-            some += names[: self.salted_most + 1 - len(some)]
-        found.end(past, fans)
+        fans, many = self.fans()
+        some = None if many == len(fans) else fans[:many]
+        if past is not None and past.fans is not None:  # then a change is one of the same sample
+            some = past.fans
+        chunks = self.names(show, some)
+        scale = 1.0 if some is None else len(fans) / len(some)
+        found = Look(self.name, self.stated.model, chunks, some, scale)
+        if past is not None:
+            found.new, found.used, found.gone = chunks.changes(past.chunks, some)
         if past is not None and not (found.new or found.gone):
             found.salts = past.salts
-        elif found.chunks <= self.salted_most:
-            found.salts = Counter(one[:SHORT] or "-" for one in self.salts(some))
-        found.chunk_nbytes = self.mean_nbytes(some)
+        elif some is None and len(chunks) <= self.salted_most:
+            found.salts = Counter(one[:SHORT] or "-" for one in self.salts(show))
         return found
 
-    @property
-    @abstractmethod
-    def stated(self) -> Description:
-        """Its description as it is, without a look at headers."""
-
-    @abstractmethod
     def fans(self) -> tuple[Sequence[str], int]:
         """Return with which two digits names begin, and how many of these are a fair sample."""
+        return (), 0
 
     @abstractmethod
-    def times(self, fan: str) -> tuple[Sequence[str], Iterable[int] | npt.NDArray[np.int64]]:
-        """Return the chunks whose names begin with two digits, and when each was used, in ns."""
-
-    @abstractmethod
-    def salts(self, chunks: Sequence[str]) -> Iterable[str]:
-        """Read of which salts (the digest, hex; "": none) those are that begin a prompt."""
-
-    @abstractmethod
-    def mean_nbytes(self, chunks: Sequence[str]) -> float:
-        """Return the mean size of a chunk, or of some of these."""
+    def salts(self, show: Show) -> Iterable[str]:
+        """Read the salts (the digest, hex; "": none) of the chunks that begin a prompt."""
 
     def use(self, show: Show, *, exact: bool = True) -> NamespaceUse:
         """Count the space that the namespace takes; else of very many chunks a sample.
@@ -378,14 +303,6 @@ class NamespaceCatalog(ABC):
     @abstractmethod
     def unpin(self, chunk: str) -> int:
         """Undo :meth:`pin`; return how many chunks are released."""
-
-    def pinned_nbytes(self, chunks: Sequence[str] | None = None) -> int:
-        """Return the bytes held by pins: all of them, or those of ``chunks`` and their prefixes.
-
-        0 if no limit ever evicts pinned chunks.
-        """
-        del chunks
-        return 0
 
 
 class Catalog(ABC):
@@ -474,12 +391,8 @@ class Catalog(ABC):
         """Return the free bytes of the disk; None if only money limits the space."""
         return None
 
-    def quick_use(self, given: Limits = NO_LIMITS) -> Use | None:
-        """Estimate it, also by the given limits; None if counting costs no more.
-
-        Raises OSError, ConfigError.
-        """
-        del given
+    def quick_use(self) -> Use | None:
+        """Estimate it; None if counting costs no more. Raises OSError, ConfigError."""
         return None
 
     # -- what may be done to it -------------------------------------------------------------------
@@ -507,9 +420,9 @@ class Catalog(ABC):
     def keep(self, news: Mapping[str, object]) -> None:
         """Write these limits into ``bounds.json``; limits that are not named stay."""
 
-    @abstractmethod
     def own_ttls(self) -> int:
         """Return how many chunks have their own time to live."""
+        return 0
 
     @abstractmethod
     def collect(
@@ -570,14 +483,14 @@ class Catalog(ABC):
                 part = counted(len(whole), "namespace") if whole else "chunks"
                 text = f"{counted(done.chunks, 'chunk')}, {size(done.nbytes)}"
                 ask(f"Delete {part if names else 'everything'} in {self.where} ({text})?")
-            self.delete(doomed(some, show), whole, done, dry_run=dry_run)
+            if not dry_run:
+                self.delete(doomed(some, show), whole, done)
         return done
 
     @abstractmethod
     def delete(
-        self, chunks: Iterable[tuple[Any, ListedChunk]], whole: Sequence[Any],
-        done: Removal, *, dry_run: bool = False,
-    ) -> None:  # fmt: skip
+        self, chunks: Iterable[tuple[Any, ListedChunk]], whole: Sequence[Any], done: Removal
+    ) -> None:
         """Delete chunks, in this order, each with its namespace; and ``whole`` namespaces.
 
         ``done`` says what all of it is; that is corrected to what was deleted.
@@ -589,7 +502,6 @@ class Catalog(ABC):
 
     # -- whether it is sound ----------------------------------------------------------------------
 
-    @abstractmethod
     def verify(
         self, description: Description, keys: KnownKeys, share: float, show: Show, *, repair: bool
     ) -> Verification:
@@ -597,6 +509,26 @@ class Catalog(ABC):
 
         With ``repair`` damaged ones are quarantined.
         """
+        result = Verification(description, self.state(description))
+        parts = self.checked(description, keys, share, repair=repair)
+        for number, (total, part) in enumerate(parts, 1):
+            result.join(part)
+            show(description.name[:SHORT], number, total, amount=result.nbytes)
+        if result.state == self.state(description) == "missing" and result.counts:
+            reason = (
+                "missing: the next save writes it; entries' headers say what is needed meanwhile"
+            )
+            result.problems.append((DESCRIPTION, "error", reason))
+        if wrong := result.wrong_description():
+            reason = f"{wrong}; the next save writes it anew"
+            result.problems.append((DESCRIPTION, "corrupt", reason))
+        return result
+
+    @abstractmethod
+    def checked(
+        self, description: Description, keys: KnownKeys, share: float, *, repair: bool
+    ) -> Iterator[tuple[int, Verification]]:
+        """Check the parts of a namespace; also yield how many there are, 0 if that is not known."""
 
     def findings(self, security: Security, demand: Demand) -> Iterator[Finding]:
         """Probe what VUA needs of the storage, and its speed. Leaves no lasting change."""

@@ -9,11 +9,9 @@ import contextlib
 import io
 import itertools
 import math
-import re
 import secrets
 import statistics
-import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from typing import Final, TypeVar
@@ -37,19 +35,17 @@ from vua.catalog.base import (
     timed,
 )
 from vua.catalog.check import OpenFile
-from vua.catalog.contents import SHORT, Item
+from vua.catalog.contents import Item
 from vua.catalog.listed import ListedCatalog, ListedNamespace
 from vua.errors import ConfigError, CorruptEntryError
 from vua.format.entry import MAX_HEADER_NBYTES
-from vua.format.layout import Shard
 from vua.format.parse import EntryInfo, parse_entry
 from vua.security.settings import Security
 from vua.storage.base import Storage, parse_name
-from vua.storage.bucket import Bucket, Meta
+from vua.storage.bucket import Bucket
 from vua.storage.bucket_cost import DOLLARS_PER_GB_MONTH
 from vua.storage.bucket_mark import (
     bucket_contents,
-    bucket_descriptions,
     claim_bucket,
     claimable_bucket,
 )
@@ -57,7 +53,6 @@ from vua.storage.description import DESCRIPTION, Description
 from vua.storage.location import BucketPath
 from vua.storage.mark import LIMITS_FILE
 from vua.storage.names import (
-    AFTER,
     PARENTS,
     QUARANTINE,
     TTL_FOLDER,
@@ -81,10 +76,8 @@ _SMALL: Final = 64
 """Objects that tell the order are put together when more of them are small, and sixteen times as
 many as the others."""
 _SMALL_NBYTES: Final = 1 << 20
-_LEFTOVER_S: Final = 3600.0
 _LOOK_S: Final = 60.0
 _GB: Final = 10**9
-_MARK: Final = re.compile(r"[0-9a-f]{2}/([0-9a-f]{64})/(after|pin)-([0-9a-f]{64})")
 _OURS: Final = b'{\n "format": "vua.'
 
 
@@ -93,54 +86,17 @@ class BucketNamespace(ListedNamespace):
 
     def __init__(self, description: Description, bucket_path: BucketPath, show: Show) -> None:
         """List the namespace. Raises StorageError."""
-        super().__init__(description)
+        super().__init__(description, items_in(bucket_path), show)
         self.bucket_path = bucket_path
-        self.leftovers: list[str] = []
-        """Paths of copies left by a killed renewal, by name and time; see :meth:`of_ours`."""
-        self.beside: list[str] = []
-        """Paths of VUA's other files, by name: marks, times to live, copied ones."""
-        self.strays: list[str] = []
-        """Paths of files that are not VUA's."""
-        self._notes: list[Item] = []
-        self._shown = 0
+        self._notes = [one for one in self.beside if one.kind == "parents"]
         self._is_told = False
-
-        for meta in bucket_path.bucket.walk(bucket_path.key):
-            item = _item(bucket_path, meta)
-            if item.kind == "description":
-                continue
-            if item.kind == "entry":
-                self.chunks.add(item.chunk, item.path, item.nbytes, item.modified_s)
-                self._shown += 1
-                if self._shown % 1000 == 0:
-                    show(self.name[:SHORT], amount=self._shown, unit="object")
-            elif item.kind == "stray":
-                self.strays.append(item.path)
-            elif match := _MARK.fullmatch(item.path):
-                is_after = f"{match[2]}-" == AFTER
-                told = {"before" if is_after else "pin": match[3]}
-                self.chunks.mark(match[1], item.path, **told)
-            else:
-                self._note(item)
-        self.beside += self.chunks.end()
-
-    def _note(self, item: Item) -> None:
-        self.beside.append(item.path)
-        if item.kind == "temporary" and item.modified_s < time.time() - _LEFTOVER_S:
-            self.leftovers.append(item.path)
-            self.leftover_nbytes += item.nbytes
-        if item.kind == "parents":
-            self._notes.append(item)
-        self.quarantine_nbytes += item.nbytes if item.kind == "quarantined" else 0
 
     @property
     def is_ours(self) -> bool:
-        description = self.description
-        return description.identity is not None or description.is_unknown or len(self.chunks) > 0
+        return self.stated.identity is not None or self.stated.is_unknown or len(self.chunks) > 0
 
-    def read_header(self, chunk: ListedChunk, path: str) -> EntryInfo | None:
+    def read_header(self, path: str) -> EntryInfo | None:
         """Read a header by one request, or two if it is long."""
-        del chunk
         key, bucket = (self.bucket_path / path).key, self.bucket_path.bucket
         with contextlib.suppress(OSError, CorruptEntryError):
             data = bucket.get(key, 0, _HEADER_NBYTES)[1]
@@ -149,9 +105,6 @@ class BucketNamespace(ListedNamespace):
             except CorruptEntryError:
                 return parse_entry(bytes(bucket.get(key, 0, 2 * MAX_HEADER_NBYTES)[1]))
         return None
-
-    def shard_of(self, path: str) -> Shard | None:
-        return parse_name(entry_at(path))[1]
 
     def find_befores(self, show: Show) -> None:
         """Ask the objects that tell it, and headers for what these do not tell."""
@@ -180,20 +133,11 @@ class BucketNamespace(ListedNamespace):
         keys = [key for chunk in chunks for key in self.keys(chunk.paths)]
         Bucket.each(self.bucket_path.bucket.try_renew, keys)
 
-    def each(self, work: Callable[[ListedChunk], R], chunks: Sequence[ListedChunk]) -> list[R]:
-        return Bucket.each(work, chunks)
+    each = staticmethod(Bucket.each)
 
-    def write_pin(self, chunk: str, held: Sequence[str]) -> None:
-        pin_in_bucket(self.bucket_path, chunk, held)
-
-    def remove_pin(self, chunk: str, held: Sequence[str]) -> None:
-        unpin_in_bucket(self.bucket_path, chunk, held)
-
-    def listed(self, chunk: str) -> list[str]:
-        one = self.chunks.get(chunk)
-        paths = () if one is None else (*one.paths, *one.marks)
-        names = (path.rpartition("/")[2] for path in paths)
-        return sorted(set(names))
+    def mark(self, held: Sequence[str], pinned: str, *, on: bool) -> None:
+        change = pin_in_bucket if on else unpin_in_bucket
+        change(self.bucket_path, pinned, held)
 
     @contextlib.contextmanager
     def opened(self, path: str) -> Iterator[OpenFile]:
@@ -203,12 +147,12 @@ class BucketNamespace(ListedNamespace):
     def keys(self, paths: Sequence[str]) -> list[str]:
         return [(self.bucket_path / path).key for path in paths]
 
-    def of_ours(self, paths: Sequence[str]) -> list[str]:
-        """Return the keys of those paths that are VUA's, also by their content."""
+    def of_ours(self, items: Sequence[Item]) -> list[str]:
+        """Return the keys of those files that are VUA's, also by their content."""
         return [
             key
-            for path, key in zip(paths, self.keys(paths), strict=True)
-            if not is_renewing(path) or _holds_entry(self.bucket_path.bucket, key)
+            for one, key in zip(items, self.keys([one.path for one in items]), strict=True)
+            if not is_renewing(one.path) or _holds_entry(self.bucket_path.bucket, key)
         ]
 
     def every_key(self) -> Iterator[str]:
@@ -225,7 +169,7 @@ class BucketNamespace(ListedNamespace):
 
     def _description_key(self) -> list[str]:
         key = (self.bucket_path / DESCRIPTION).key
-        if self.description.identity is not None:
+        if self.stated.identity is not None:
             return [key]
         with contextlib.suppress(OSError):  # a damaged description of VUA begins like a sound one
             if bytes(self.bucket_path.bucket.get(key, 0, len(_OURS))[1]) == _OURS:
@@ -273,9 +217,7 @@ class BucketCatalog(ListedCatalog[BucketNamespace]):
         return self.root / description.name
 
     def items(self, description: Description) -> Iterator[Item]:
-        path = self._path(description)
-        items = (_item(path, meta) for meta in path.bucket.walk(path.key))
-        return (one for one in items if one.kind != "description")
+        return items_in(self._path(description))
 
     def read(self, description: Description, item: Item) -> tuple[bytes | memoryview, bytes | None]:
         meta, data = self.root.bucket.get((self._path(description) / item.path).key)
@@ -284,9 +226,7 @@ class BucketCatalog(ListedCatalog[BucketNamespace]):
     def storage_of(self, description: Description) -> Storage:
         return ObjectStorage(self._path(description))
 
-    @staticmethod
-    def each(work: Callable[[T], R], items: Sequence[T]) -> list[R]:
-        return Bucket.each(work, items)
+    each = staticmethod(Bucket.each)
 
     def list_namespaces(self, show: Show) -> tuple[Sequence[BucketNamespace], Sequence[str]]:
         if not self._is_asked:
@@ -310,17 +250,9 @@ class BucketCatalog(ListedCatalog[BucketNamespace]):
     def write_bounds(self, bounds: Limits) -> None:
         self.root.bucket.put((self.root / LIMITS_FILE).key, bounds_text(bounds))
 
-    def own_ttls(self) -> int:
-        return sum(
-            kind_at(each.key.removeprefix(f"{bucket_path.key}/")) == "ttl"
-            for one in bucket_descriptions(self.root)
-            for bucket_path in [self._path(one)]
-            for each in bucket_path.bucket.walk((bucket_path / TTL_FOLDER).key)
-        )
-
     def delete(
         self, chunks: Iterable[tuple[BucketNamespace, ListedChunk]],
-        whole: Sequence[BucketNamespace], done: Removal, *, dry_run: bool = False,
+        whole: Sequence[BucketNamespace], done: Removal,
     ) -> None:  # fmt: skip
         """Delete objects; those of a chunk with its entries first."""
         some = (space.keys([*one.paths, *one.marks]) for space, one in chunks)
@@ -329,15 +261,13 @@ class BucketCatalog(ListedCatalog[BucketNamespace]):
         done.objects = 0
         while part := list(itertools.islice(keys, _DELETED)):
             done.objects += len(part)
-            if not dry_run:
-                self.root.bucket.delete(part)
+            self.root.bucket.delete(part)
 
-    def sweep(self, namespaces: Sequence[BucketNamespace], *, dry_run: bool) -> DeletionTotals:
-        if dry_run:
-            return DeletionTotals(0, 0)
+    def sweep(self, namespaces: Sequence[BucketNamespace]) -> DeletionTotals:
         left = [key for space in namespaces for key in space.of_ours(space.leftovers)]
+        nbytes = sum(space.other_nbytes()[1] for space in namespaces) if left else 0
         self.root.bucket.delete(left)
-        return DeletionTotals(0, sum(space.leftover_nbytes for space in namespaces) if left else 0)
+        return DeletionTotals(0, nbytes)
 
     def findings(self, security: Security, demand: Demand) -> Iterator[Finding]:
         del security
@@ -350,12 +280,15 @@ class BucketCatalog(ListedCatalog[BucketNamespace]):
         return None, []
 
 
-def _item(bucket_path: BucketPath, meta: Meta) -> Item:
-    path = meta.key.removeprefix(f"{bucket_path.key}/")
-    entry, kind, chunk, shard = entry_at(path), kind_at(path), "", None
-    if entry:
-        chunk, shard = parse_name(entry)
-    return Item(path, kind, meta.nbytes, meta.modified_s, chunk=chunk, shard=shard)
+def items_in(bucket_path: BucketPath) -> Iterator[Item]:
+    """Yield a namespace's objects but its description, by path. Raises StorageError."""
+    for meta in bucket_path.bucket.walk(bucket_path.key):
+        path = meta.key.removeprefix(f"{bucket_path.key}/")
+        entry, kind, chunk, shard = entry_at(path), kind_at(path), "", None
+        if entry:
+            chunk, shard = parse_name(entry)
+        if kind != "description":
+            yield Item(path, kind, meta.nbytes, meta.modified_s, chunk=chunk, shard=shard)
 
 
 def _holds_entry(bucket: Bucket, key: str) -> bool:

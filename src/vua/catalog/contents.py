@@ -156,7 +156,7 @@ def walk(space: Space, fan: str) -> Iterator[Item]:
         name, is_directory = item.name, _is_directory(item)
         if fan:
             if is_directory and is_namespace_name(name) and name[:2] == fan:
-                yield from walk_chunk(space, name)
+                yield from _all(space, chunk_path(name), "stray", chunk=name)
             else:
                 yield from _file(item, fan, "stray")
         elif is_directory and name == QUARANTINE:
@@ -167,11 +167,6 @@ def walk(space: Space, fan: str) -> Iterator[Item]:
             yield from _all(space, name, "temporary")
         elif name != DESCRIPTION and not (is_directory and is_fan(name)):
             yield from _file(item, "", "stray")
-
-
-def walk_chunk(space: Space, chunk: str) -> Iterator[Item]:
-    """Yield the items of one chunk's directory, sorted by name."""
-    return _all(space, chunk_path(chunk), "stray", chunk=chunk)
 
 
 def _all(space: Space, below: str, kind: Kind, chunk: str = "") -> Iterator[Item]:

@@ -11,29 +11,24 @@ import contextlib
 import errno
 import itertools
 import os
-import secrets
 import stat
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Final, TypeVar
+from typing import Final, TypeVar
 
 from vua.capacity.evictor import PINNED_SHARE
 from vua.capacity.gc import collect
 from vua.capacity.limits import Limits, ResolvedLimits, read_bounds, write_bounds
 from vua.capacity.listing import ListedChunk, Listing, ancestors, read_listing, read_node
-from vua.capacity.lru import mtime_ns_of
 from vua.capacity.marks import count_ttls, pin, unpin
 from vua.capacity.removal import Collection, Remover, delete_namespace, nbytes_at
 from vua.capacity.spaces import (
-    TRASH,
     Show,
     Space,
     chunk_nbytes,
-    columns_of,
     fans_of,
-    is_all_ours,
     is_large,
     is_ours,
     listed,
@@ -45,7 +40,6 @@ from vua.capacity.spaces import (
 )
 from vua.capacity.usage import measure
 from vua.catalog.base import (
-    NO_LIMITS,
     Ask,
     Catalog,
     Demand,
@@ -64,17 +58,12 @@ from vua.catalog.check import (
     sampled,
 )
 from vua.catalog.contents import (
-    SHORT,
     DirectoryContents,
     Item,
     opened_space,
     walk,
-    walk_chunk,
 )
-from vua.errors import CorruptEntryError, explaining
-from vua.format.entry import MAX_HEADER_NBYTES
-from vua.format.layout import KVLayout, Shard
-from vua.format.parse import EntryInfo, parse_entry
+from vua.errors import explaining
 from vua.io import posix
 from vua.io.posix import close_quietly, closing_fd
 from vua.io.words import size
@@ -82,24 +71,17 @@ from vua.security.keyring import KnownKeys
 from vua.security.settings import Security
 from vua.storage.base import entry_name
 from vua.storage.description import (
-    DESCRIPTION,
     Description,
     read_description,
 )
 from vua.storage.local import LocalStorage
 from vua.storage.mark import claim
-from vua.storage.names import QUARANTINE, SUFFIX, chunk_path
-from vua.store.evidence import layouts_by, settled
-
-if TYPE_CHECKING:
-    import numpy as np
-    import numpy.typing as npt
+from vua.storage.names import QUARANTINE, chunk_path
+from vua.store.evidence import settled
 
 T = TypeVar("T")
 R = TypeVar("R")
 
-_WEIGHED: Final = 64
-"""Chunks whose files are measured for the mean size."""
 _ANYBODY: Final = Security(trusted_uids="any")
 """Files of all owners are checked: an owner does not make bytes right or wrong."""
 
@@ -108,48 +90,25 @@ class DirectoryNamespace(NamespaceCatalog):
     """A namespace in a directory."""
 
     def __init__(self, root: Path, space: Space) -> None:
-        self._root, self.space = root, space
-        self.name = space.name
-        self._description: Description | None = None
+        self.space, self.name = space, space.name
+        self.stated = read_description(root / self.name)
+        self._settled: Description | None = None
 
     @property
     def is_ours(self) -> bool:
         return is_ours(self.space)
 
     @property
-    def stated(self) -> Description:
-        return read_description(self._root / self.name)
-
-    @property
     def description(self) -> Description:
-        """Its description, read at first use, with some headers that confirm it."""
-        if self._description is None:
-            self._description = settled(self.stated)
-        return self._description
-
-    @property
-    def layouts(self) -> tuple[KVLayout, ...]:
-        return self.description.layouts
+        """Its description, with some headers that confirm it, read at first use."""
+        if self._settled is None:
+            self._settled = settled(self.stated)
+        return self._settled
 
     def matching(self, digits: str) -> list[str]:
         with listed(self.space.fd, digits[:2]) as entries:
             names = sorted(one.name for one in entries if one.name.startswith(digits))
         return [one for one in names if len(one) == 64]
-
-    def holds(self, chunk: str) -> bool:
-        return mtime_ns_of(self.space.fd, chunk) is not None
-
-    def header(self, chunk: str) -> EntryInfo | None:
-        with contextlib.suppress(OSError, CorruptEntryError):
-            for name in self.listed(chunk):
-                if name.endswith(SUFFIX):
-                    with self.opened(f"{chunk_path(chunk)}/{name}") as file:
-                        return parse_entry(file.stream.read(MAX_HEADER_NBYTES))
-        return None
-
-    def shards(self, chunk: str) -> list[Shard | None]:
-        found = walk_chunk(self.space, chunk)
-        return [one.shard for one in found if one.kind == "entry" and one.regular]
 
     def listed(self, chunk: str) -> list[str]:
         with listed(self.space.fd, chunk_path(chunk)) as entries:
@@ -168,16 +127,8 @@ class DirectoryNamespace(NamespaceCatalog):
     def fans(self) -> tuple[Sequence[str], int]:
         return some_fans(self.space)
 
-    def times(self, fan: str) -> tuple[Sequence[str], npt.NDArray[np.int64]]:
-        return columns_of(self.space, fan)
-
-    def salts(self, chunks: Sequence[str]) -> Iterable[str]:
-        nodes = (read_node(self.space, name) for name in chunks)
-        return [one.salt.hex() for one in nodes if not one.before]
-
-    def mean_nbytes(self, chunks: Sequence[str]) -> float:
-        weighed = [chunk_nbytes(self.space, chunk_path(name)) for name in chunks[:_WEIGHED]]
-        return sum(weighed) / max(1, len(weighed))
+    def salts(self, show: Show) -> Iterable[str]:
+        return [salt for _, salt in self.listing(show).firsts()]
 
     def listing(self, show: Show, past: Listing | None = None) -> Listing:
         """Read the headers of all chunks, or only of chunks with a new mtime."""
@@ -199,13 +150,6 @@ class DirectoryNamespace(NamespaceCatalog):
 
     def unpin(self, chunk: str) -> int:
         return len(unpin(self.space, chunk))
-
-    def pinned_nbytes(self, chunks: Sequence[str] | None = None) -> int:
-        if chunks is None:
-            return self.names(silent).totals().pinned_nbytes
-        space = self.space
-        held = {name for chunk in chunks for name in ancestors(space, chunk)}
-        return sum(chunk_nbytes(space, chunk_path(chunk)) for chunk in held)
 
 
 class DirectoryCatalog(DirectoryContents, Catalog):
@@ -239,12 +183,12 @@ class DirectoryCatalog(DirectoryContents, Catalog):
         with opened_space(description) as space:
             return read_listing(space, show)
 
-    def quick_use(self, given: Limits = NO_LIMITS) -> Use:
+    def quick_use(self) -> Use:
         with explaining(self.where):
             usage, bounds = measure(self.root), read_bounds(self.root)
             return Use(
                 *(usage.chunks, usage.nbytes, usage.exact, (), bounds),
-                limits=asdict(ResolvedLimits.of(self.root, given)),
+                limits=self.limits_of(bounds),
                 free_nbytes=self.free_nbytes(),
                 strays=self._strays(),
             )
@@ -297,41 +241,19 @@ class DirectoryCatalog(DirectoryContents, Catalog):
 
     def delete(
         self, chunks: Iterable[tuple[DirectoryNamespace, ListedChunk]],
-        whole: Sequence[DirectoryNamespace], done: Removal, *, dry_run: bool = False,
+        whole: Sequence[DirectoryNamespace], done: Removal,
     ) -> None:  # fmt: skip
-        remover, done.nbytes = Remover(rehearse=dry_run), 0
-        rest = [one for one in whole if dry_run or not self._delete_at_once(one, done, remover)]
-        theirs = ((one, chunk) for one in rest for chunk in one.names(silent).all())
+        remover, done.nbytes = Remover(), 0
+        theirs = ((one, chunk) for one in whole for chunk in one.names(silent).all())
         for one, chunk in itertools.chain(theirs, chunks):
             nbytes = remover.evict_chunk(one.space, chunk.name, pinned=bool(chunk.pins))
             done.nbytes += nbytes or 0
             if nbytes is None:
                 done.chunks -= 1
                 done.kept += bool(read_node(one.space, chunk.name).pinned)
-        for one in () if dry_run else rest:
-            self._delete(one.name)
-        done.left = remover.left
-
-    def _delete_at_once(
-        self, namespace: DirectoryNamespace, done: Removal, remover: Remover
-    ) -> bool:
-        """Delete a namespace by one rename; False if it has foreign files, or it is refused."""
-        trash = self.root / f"{TRASH}{secrets.token_hex(8)}"
-        if not is_all_ours(namespace.space):
-            return False
-        try:
-            (self.root / namespace.name).rename(trash)
-        except OSError:  # by a full file system
-            return False
-        done.nbytes += self._delete(trash.name)
-        if trash.exists():
-            why = OSError(errno.EPERM, "some of its files cannot be deleted", trash.name)
-            remover.immovable[namespace.name, ""] = why
-        return True
-
-    def _delete(self, name: str) -> int:
         with closing_fd(os.open(self.root, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)) as fd:
-            return delete_namespace(fd, name)
+            done.nbytes += sum(delete_namespace(fd, one.name) for one in whole)
+        done.left = remover.left
 
     def pins_may_hold(self) -> int | None:
         limits = ResolvedLimits.of(self.root, Limits(), refused=lambda _: None)
@@ -339,32 +261,19 @@ class DirectoryCatalog(DirectoryContents, Catalog):
 
     # -- whether it is sound ----------------------------------------------------------------------
 
-    def verify(
-        self, description: Description, keys: KnownKeys, share: float, show: Show, *, repair: bool
-    ) -> Verification:
-        result = Verification(description, self.state(description))
+    def checked(
+        self, description: Description, keys: KnownKeys, share: float, *, repair: bool
+    ) -> Iterator[tuple[int, Verification]]:
         try:
             with opened_space(description) as space:
                 large, names = is_large(space), ["", *sampled(fans_of(space), share)]
         except OSError as problem:
-            result.add(".", Check("error", (problem.strerror or str(problem),), 0))
-            return result
-        parts = spread(partial(_verify_fan, description, keys, repair=repair), names, large=large)
-        for number, part in enumerate(parts, 1):
-            result.join(part)
-            show(description.name[:SHORT], number, len(names), amount=result.nbytes)
-        path = description.directory
-        if self.state(read_description(path)) == "missing" and result.counts:
-            reason = (
-                "missing: the next save writes it; entries' headers say what is needed meanwhile"
-            )
-            result.problems.append((DESCRIPTION, "error", reason))
-        if wrong := result.wrong_description():
-            healed = repair and _describe_anew(result)
-            fate = "it was written anew" if healed else "the next save writes it anew"
-            result.problems.append((DESCRIPTION, "corrupt", f"{wrong}; {fate}"))
-            result.removed += healed
-        return result
+            part = Verification(description, "")
+            part.add(".", Check("error", (problem.strerror or str(problem),), 0))
+            yield 1, part
+            return
+        work = partial(_verify_fan, description, keys, repair=repair)
+        yield from ((len(names), part) for part in spread(work, names, large=large))
 
     def findings(self, security: Security, demand: Demand) -> Iterator[Finding]:
         from vua.catalog.probes import at_rest, tried  # noqa: PLC0415 - of `vua doctor` alone
@@ -432,18 +341,3 @@ def _check_file(
     if version is None and item.regular:  # it cannot be opened, or has further names (hard links)
         return check, False
     return check, storage.delete(entry_name(item.chunk, item.shard), version)
-
-
-def _describe_anew(result: Verification) -> bool:
-    """Rewrite a description from its entries' headers, if its identity is sound."""
-    namespace, stated = result.namespace, result.stated
-    if namespace.identity is None or "" not in stated:
-        return False
-    layouts = layouts_by(namespace, stated)
-    with contextlib.suppress(OSError):
-        mode = stat.S_IMODE(namespace.directory.stat().st_mode)
-        security = replace(_ANYBODY, group_read=bool(mode & stat.S_IRGRP))
-        from vua.store.namespace import make_namespace  # noqa: PLC0415 - `vua ls` starts without
-
-        make_namespace(namespace.directory, namespace.identity, layouts, security, anew=True)
-    return read_description(namespace.directory).layouts == layouts

@@ -5,12 +5,12 @@ works for any kind of storage; a subclass lists its chunks, reads a header, dele
 marks.
 
 :class:`StorageCatalog` serves any :class:`vua.storage.base.Storage`. A new storage gets `vua ls`,
-`du`, `gc`, `rm`, `ttl`, `top`, `verify` and `explain` by it, and `vua pin` if it is a
+`du`, `gc`, `rm`, `top`, `verify` and `explain` by it, and `vua pin` if it is a
 :class:`PinnedStorage`, too::
 
     def opened(where: str, *, create: bool) -> Catalog:
         storages = {"<64 hex>": MyStorage(where)}  # by namespace
-        return StorageCatalog(where, storages, describe=..., limits=MyLimits(where))
+        return StorageCatalog(where, storages, describe=...)
 
     register("mine", opened)  # now `vua gc mine://...` works
 """
@@ -21,6 +21,7 @@ import contextlib
 import heapq
 import io
 import itertools
+import re
 import time
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -31,8 +32,8 @@ from typing import Final, Generic, Protocol, TypeVar, runtime_checkable
 
 from vua.capacity.limits import Limits, nbytes_of
 from vua.capacity.listing import ListedChunk, Listing, parts
-from vua.capacity.removal import NOTHING, Collection, DeletionTotals
-from vua.capacity.spaces import Show, silent
+from vua.capacity.removal import GRACE_S, NOTHING, Collection, DeletionTotals
+from vua.capacity.spaces import Show
 from vua.catalog.base import (
     Ask,
     Catalog,
@@ -44,68 +45,70 @@ from vua.catalog.check import Check, Checker, ExpectedEntry, OpenFile, Verificat
 from vua.catalog.contents import SHORT, Content, Item, PartUsage
 from vua.errors import ConfigError, EntryError
 from vua.format.entry import MAX_HEADER_NBYTES
-from vua.format.layout import KVLayout, Shard
 from vua.format.parse import EntryInfo, parse_entry
 from vua.io.words import counted, size
 from vua.security.keyring import KnownKeys
 from vua.storage.base import Batch, Storage, entry_name, parse_name
-from vua.storage.description import DESCRIPTION, Description
-from vua.storage.names import SUFFIX
-from vua.store.evidence import settled
+from vua.storage.description import Description
+from vua.storage.names import AFTER, PIN, SUFFIX, chunk_path, entry_at
 
 _AT_ONCE: Final = 256
 """Chunks whose headers are read between two progress reports."""
 _HELD: Final = 64
 """Most entries in memory at a time."""
+_MARK: Final = re.compile(r"[0-9a-f]{2}/([0-9a-f]{64})/(after|pin)-([0-9a-f]{64})")
 _LAST: Final = 1 << 60
 """No other chunk goes later."""
 T = TypeVar("T")
 R = TypeVar("R")
 
 
-class ListedNamespace(NamespaceCatalog):
-    """A namespace whose chunks were listed."""
+def one_by_one(work: Callable[[T], R], items: Sequence[T]) -> list[R]:
+    """Call ``work`` for each; a storage that answers slowly does it concurrently."""
+    return [work(one) for one in items]
 
-    lists_shards = True
+
+class ListedNamespace(NamespaceCatalog):
+    """A namespace whose files were listed; their paths are those that a directory has."""
+
     salted_most = 256
 
-    def __init__(self, description: Description) -> None:
-        self._stated, self.name = description, description.name
+    def __init__(self, description: Description, items: Iterable[Item], show: Show) -> None:
+        """List the namespace from all of its files. Raises OSError."""
+        self.stated, self.name = description, description.name
         self.chunks = Listing()
         """All chunks that have an entry."""
-        self.quarantine_nbytes = self.leftover_nbytes = 0
-
-    @property
-    def stated(self) -> Description:
-        return self._stated
-
-    description = stated
-
-    @property
-    def layouts(self) -> tuple[KVLayout, ...]:
-        return settled(self._stated).layouts
+        self.beside: list[Item] = []
+        """VUA's other files: marks without a chunk, times to live, damaged and copied files."""
+        self.strays: list[str] = []
+        """Paths of files that are not VUA's."""
+        entries = 0
+        for item in items:
+            if item.kind == "entry":
+                self.chunks.add(item.chunk, item.path, item.nbytes, item.modified_s)
+                entries += 1
+                if entries % 1000 == 0:
+                    show(self.name[:SHORT], amount=entries, unit="object")
+            elif item.kind == "stray":
+                self.strays.append(item.path)
+            elif match := _MARK.fullmatch(item.path):
+                told = {"before" if f"{match[2]}-" == AFTER else "pin": match[3]}
+                self.chunks.mark(match[1], item.path, **told)
+            else:
+                self.beside.append(item)
+        self.beside += [Item(path, "mark") for path in self.chunks.end()]
 
     # -- what a kind of place does ----------------------------------------------------------------
 
     @abstractmethod
-    def read_header(self, chunk: ListedChunk, path: str) -> EntryInfo | None:
+    def read_header(self, path: str) -> EntryInfo | None:
         """Read an entry's header; None if it is unreadable or unsound."""
 
     @abstractmethod
-    def write_pin(self, chunk: str, held: Sequence[str]) -> None:
-        """Write a pin's mark at each chunk that it holds. Raises StorageError."""
+    def mark(self, held: Sequence[str], pinned: str, *, on: bool) -> None:
+        """Write or remove a pin's mark at each chunk that it holds. Raises OSError."""
 
-    @abstractmethod
-    def remove_pin(self, chunk: str, held: Sequence[str]) -> None:
-        """Remove these marks. Raises StorageError."""
-
-    @abstractmethod
-    def shard_of(self, path: str) -> Shard | None:
-        """Return the shard of an entry."""
-
-    def each(self, work: Callable[[ListedChunk], R], chunks: Sequence[ListedChunk]) -> list[R]:
-        """Call ``work`` for each chunk; concurrently if the storage answers slowly."""
-        return [work(one) for one in chunks]
+    each = staticmethod(one_by_one)
 
     def note_befores(self) -> None:
         """Write down what headers told about the order of chunks, for the next time."""
@@ -118,34 +121,16 @@ class ListedNamespace(NamespaceCatalog):
     def matching(self, digits: str) -> list[str]:
         return [name for name, _ in self.chunks.names(digits)]
 
-    def holds(self, chunk: str) -> bool:
-        return chunk in self.chunks
-
-    def header(self, chunk: str) -> EntryInfo | None:
+    def listed(self, chunk: str) -> list[str]:
         one = self.chunks.get(chunk)
-        return None if one is None else self.read_header(one, one.paths[0])
+        paths = () if one is None else (*one.paths, *one.marks)
+        return sorted({path.rpartition("/")[2] for path in paths})
 
-    def shards(self, chunk: str) -> list[Shard | None]:
-        one = self.chunks.get(chunk)
-        return [] if one is None else [self.shard_of(path) for path in one.paths]
-
-    def fans(self) -> tuple[Sequence[str], int]:
-        return [f"{fan:02x}" for fan in range(256)], 256
-
-    def times(self, fan: str) -> tuple[Sequence[str], Iterable[int]]:
-        some = list(self.chunks.names(fan))
-        return [name for name, _ in some], [used_ns for _, used_ns in some]
-
-    def salts(self, chunks: Sequence[str]) -> Iterable[str]:
-        self.find_befores(silent)
-        first = [one for one in map(self.chunks.get, chunks) if one is not None and not one.before]
-        infos = self.each(lambda one: self.read_header(one, one.paths[0]), first)
+    def salts(self, show: Show) -> Iterable[str]:
+        self.find_befores(show)
+        first = [one for one in map(self.chunks.get, self.chunks.children("")) if one is not None]
+        infos = self.each(lambda one: self.read_header(one.paths[0]), first)
         return ["" if one is None else one.parent for one in infos]
-
-    def mean_nbytes(self, chunks: Sequence[str]) -> float:
-        del chunks
-        total = self.chunks.totals()
-        return total.nbytes / max(1, total.chunks)
 
     def listing(self, show: Show, past: Listing | None = None) -> Listing:
         if past is not None:
@@ -167,7 +152,7 @@ class ListedNamespace(NamespaceCatalog):
             done += len(some)
 
     def _read_before(self, chunk: ListedChunk) -> tuple[str, str]:
-        info = self.read_header(chunk, chunk.paths[0])
+        info = self.read_header(chunk.paths[0])
         return chunk.name, (info.parent or "") if info is not None and info.start else ""
 
     def ancestors(self, chunk: str) -> Iterator[str]:
@@ -182,12 +167,12 @@ class ListedNamespace(NamespaceCatalog):
 
     def pin(self, chunk: str) -> int:
         held = list(self.ancestors(chunk))
-        self.write_pin(chunk, held)
+        self.mark(held, chunk, on=True)
         return len(held)
 
     def unpin(self, chunk: str) -> int:
         held = list(self.ancestors(chunk))
-        self.remove_pin(chunk, held)
+        self.mark(held, chunk, on=False)
         return len(held)
 
     def names(self, show: Show, fans: Sequence[str] | None = None) -> Listing:
@@ -195,7 +180,14 @@ class ListedNamespace(NamespaceCatalog):
         return self.chunks
 
     def other_nbytes(self) -> tuple[int, int]:
-        return self.quarantine_nbytes, self.leftover_nbytes
+        quarantine = sum(one.nbytes for one in self.beside if one.kind == "quarantined")
+        return quarantine, sum(one.nbytes for one in self.leftovers)
+
+    @property
+    def leftovers(self) -> list[Item]:
+        """What a killed process left."""
+        old_s = time.time() - GRACE_S
+        return [one for one in self.beside if one.kind == "temporary" and one.modified_s < old_s]
 
 
 N = TypeVar("N", bound=ListedNamespace)
@@ -228,15 +220,12 @@ class ListedCatalog(Catalog, Generic[N]):
     def storage_of(self, description: Description) -> Storage:
         """Return what stores a namespace's entries."""
 
-    @staticmethod
-    def each(work: Callable[[T], R], items: Sequence[T]) -> list[R]:
-        """Call ``work`` for each; concurrently if the storage answers slowly."""
-        return [work(one) for one in items]
+    each = staticmethod(one_by_one)
 
-    def sweep(self, namespaces: Sequence[N], *, dry_run: bool) -> DeletionTotals:
+    def sweep(self, namespaces: Sequence[N]) -> DeletionTotals:
         """Delete remains of a crash."""
-        del namespaces, dry_run
-        return DeletionTotals(0, 0)
+        del namespaces
+        return NOTHING
 
     # -- what follows from it ---------------------------------------------------------------------
 
@@ -256,49 +245,42 @@ class ListedCatalog(Catalog, Generic[N]):
             content.add(PartUsage.of(items, long=long))
         return content
 
-    def verify(
-        self, description: Description, keys: KnownKeys, share: float, show: Show, *, repair: bool
-    ) -> Verification:
-        result, checker = Verification(description, self.state(description)), Checker(keys)
+    def checked(
+        self, description: Description, keys: KnownKeys, share: float, *, repair: bool
+    ) -> Iterator[tuple[int, Verification]]:
+        checker, fans = Checker(keys), sampled([f"{fan:02x}" for fan in range(256)], share)
 
-        def check(item: Item) -> tuple[str, Check, bool]:
+        def check(item: Item) -> tuple[Item, Check | None, bool]:
+            if item.kind != "entry":
+                return item, None, False
             try:
                 data, version = self.read(description, item)
             except OSError as problem:
-                return item.path, Check("error", (str(problem),), 0), False
+                return item, Check("error", (str(problem),), 0), False
             where = ExpectedEntry(description.name, item.chunk, item.shard)
             done = checker.check_bytes(memoryview(bytearray(data)), where)
             if not repair or done.outcome not in ("corrupt", "foreign") or item.shard is None:
-                return item.path, done, False
+                return item, done, False
             name = entry_name(item.chunk, item.shard)
-            return item.path, done, self.storage_of(description).delete(name, version)
+            return item, done, self.storage_of(description).delete(name, version)
 
-        fans = sampled([f"{fan:02x}" for fan in range(256)], share)
-        run: list[Item] = []
-        for item in itertools.chain(self.items(description), [None]):
-            if item is not None and item.kind != "entry":
-                result.add_other(item)
-            elif item is not None and item.chunk[:2] in fans:
-                run.append(item)
-            if run and (item is None or len(run) == _HELD):
-                for path, done, removed in self.each(check, run):
-                    result.add(path, done)
-                    result.removed += removed
-                run = []
-                show(description.name[:SHORT], amount=result.nbytes)
-        if wrong := result.wrong_description():
-            reason = f"{wrong}; the next save writes it anew"
-            result.problems.append((DESCRIPTION, "corrupt", reason))
-        return result
+        chosen = (one for one in self.items(description)
+                  if one.kind != "entry" or one.chunk[:2] in fans)  # fmt: skip
+        while some := list(itertools.islice(chosen, _HELD)):
+            part = Verification(description, "")
+            for item, done, removed in self.each(check, some):
+                if done is None:
+                    part.add_other(item)
+                else:
+                    part.add(item.path, done)
+                    part.removed += removed
+            yield 0, part
 
     def limits_of(self, bounds: Limits) -> Mapping[str, float | None]:
         """Return limits in bytes and seconds; the limits of a disk are None."""
         most = None if bounds.max_bytes is None else nbytes_of(bounds.max_bytes, 0)
         return {"max_bytes": most, "min_free_bytes": None, "ttl_s": bounds.ttl_s,
                 "max_bytes_per_salt": None, "min_free_inodes": None}  # fmt: skip
-
-    def own_ttls(self) -> int:
-        return 0
 
     def keep(self, news: Mapping[str, object]) -> None:
         self.write_bounds(replace(self.bounds(), **news))  # type: ignore[arg-type] # checked there
@@ -344,12 +326,12 @@ class ListedCatalog(Catalog, Generic[N]):
                 space.chunks.remove_doomed()
                 with contextlib.suppress(OSError):  # then it is read again the next time
                     space.note_befores()
-        done.leftovers = self.sweep(found, dry_run=dry_run)
-        if keep and not dry_run:
-            self.keep({name: value for name, value in asdict(given).items() if value is not None})
-        if limits.ttl_s is not None and not dry_run:
-            for space in found:
-                space.renew_pinned(now_ns - int(limits.ttl_s / 2 * 1e9))
+        if not dry_run:
+            done.leftovers = self.sweep(found)
+            if keep:
+                self.keep({name: one for name, one in asdict(given).items() if one is not None})
+            for space in found if limits.ttl_s is not None else ():
+                space.renew_pinned((now_ns + before_ns) // 2)
         done.chunks, done.nbytes = done.chunks - freed.chunks, done.nbytes - freed.nbytes
         done.within = done.nbytes <= most
         done.pinned_nbytes = sum(one.pinned_nbytes for one in totals)
@@ -406,7 +388,7 @@ def choose_victims(
 
 def seals(space: ListedNamespace, chunk: ListedChunk) -> set[str]:
     """Return the ids of the keys that seal a chunk's entries: "" if unsealed or unreadable."""
-    infos = [space.read_header(chunk, path) for path in chunk.paths]
+    infos = [space.read_header(path) for path in chunk.paths]
     return {one.seal_info.key_id if one is not None and one.kind else "" for one in infos}
 
 
@@ -425,77 +407,47 @@ class PinnedStorage(Protocol):
         ...
 
 
-class LimitStore(Protocol):
-    """Keeps limits, as ``bounds.json`` does in a directory."""
-
-    def read(self) -> Limits:
-        """Return the limits. Raises OSError."""
-        ...
-
-    def write(self, limits: Limits) -> None:
-        """Replace them. Raises OSError."""
-        ...
-
-
 class StorageNamespace(ListedNamespace):
-    """The entries of one storage. A path here is an entry's name, with the suffix of files."""
+    """The entries of one storage."""
 
-    def __init__(self, description: Description, storage: Storage) -> None:
-        super().__init__(description)
+    def __init__(self, description: Description, storage: Storage, show: Show) -> None:
+        super().__init__(description, items_of(storage), show)
         self.storage = storage
-        self._nbytes: dict[str, int] = {}
-        for entry in storage.list():
-            name, _ = parse_name(entry.name)
-            self.chunks.add(name, entry.name, entry.nbytes, entry.last_used_s)
-            self._nbytes[entry.name] = entry.nbytes
-        for held, pinned in storage.pins() if isinstance(storage, PinnedStorage) else ():
-            self.chunks.mark(held, "", pin=pinned)
-        self.chunks.end()
 
-    def shard_of(self, path: str) -> Shard | None:
-        return parse_name(path)[1]
-
-    def read(self, name: str, most: int | None = None) -> bytes:
-        """Return an entry's first bytes, by default all. Raises OSError."""
-        return read_entry(self.storage, name, self._nbytes[name], most)[0]
-
-    def read_header(self, chunk: ListedChunk, path: str) -> EntryInfo | None:
-        del chunk
+    def read_header(self, path: str) -> EntryInfo | None:
         with contextlib.suppress(OSError, EntryError):
-            return parse_entry(self.read(path, MAX_HEADER_NBYTES))
+            return parse_entry(read_entry(self.storage, path, MAX_HEADER_NBYTES)[0])
         return None
-
-    def listed(self, chunk: str) -> list[str]:
-        one = self.chunks.get(chunk)
-        paths = () if one is None else one.paths
-        return sorted(f"{path.partition('/')[2]}{SUFFIX}" for path in paths)
 
     @contextlib.contextmanager
     def opened(self, path: str) -> Iterator[OpenFile]:
-        name = path[3:].removesuffix(SUFFIX)
-        if name not in self._nbytes:
-            raise FileNotFoundError(path)
-        yield OpenFile(io.BytesIO(self.read(name)))
+        yield OpenFile(io.BytesIO(read_entry(self.storage, path)[0]))
 
-    def write_pin(self, chunk: str, held: Sequence[str]) -> None:
+    def mark(self, held: Sequence[str], pinned: str, *, on: bool) -> None:
         """As in the base class. Raises ConfigError if the storage keeps no pins."""
-        self._pinned_storage().add_pins([(one, chunk) for one in held])
-
-    def remove_pin(self, chunk: str, held: Sequence[str]) -> None:
-        """As in the base class. Raises ConfigError if the storage keeps no pins."""
-        self._pinned_storage().remove_pins([(one, chunk) for one in held])
-
-    def _pinned_storage(self) -> PinnedStorage:
-        if isinstance(self.storage, PinnedStorage):
-            return self.storage
-        raise ConfigError(f"{type(self.storage).__name__} keeps no pins")
+        if not isinstance(self.storage, PinnedStorage):
+            raise ConfigError(f"{type(self.storage).__name__} keeps no pins")
+        change = self.storage.add_pins if on else self.storage.remove_pins
+        change([(one, pinned) for one in held])
 
 
-def read_entry(
-    storage: Storage, name: str, nbytes: int, most: int | None = None
-) -> tuple[bytes, bytes | None]:
+def items_of(storage: Storage) -> Iterator[Item]:
+    """Yield the entries and pins of a storage, as files of a directory."""
+    for entry in sorted(storage.list(), key=lambda one: one.name):
+        chunk, shard = parse_name(entry.name)
+        path = f"{chunk[:2]}/{entry.name}{SUFFIX}"
+        yield Item(path, "entry", entry.nbytes, entry.last_used_s, chunk=chunk, shard=shard)
+    for held, pinned in storage.pins() if isinstance(storage, PinnedStorage) else ():
+        yield Item(f"{chunk_path(held)}/{PIN}{pinned}", "mark")
+
+
+def read_entry(storage: Storage, path: str, most: int | None = None) -> tuple[bytes, bytes | None]:
     """Return an entry's first bytes, by default all, and its version. Raises OSError."""
-    batch = Batch.of_bytes(name, nbytes, most)
+    name = entry_at(path)
+    sizes = {one.name: one.nbytes for one in storage.list(name[:64])} if name else {}
+    if name not in sizes:
+        raise FileNotFoundError(path)
+    batch = Batch.of_bytes(name, sizes[name], most)
     filled = storage.read(batch)
     if isinstance(filled.problem, EntryError):
         raise OSError(str(filled.problem)) from filled.problem
@@ -505,14 +457,10 @@ def read_entry(
 
 
 class StorageCatalog(ListedCatalog[StorageNamespace]):
-    """A cache whose namespaces are in storages."""
+    """A cache whose namespaces are in storages. It keeps no limits: each `vua gc` is given them."""
 
     def __init__(
-        self,
-        where: str,
-        storages: Mapping[str, Storage],
-        describe: Callable[[str], Description],
-        limits: LimitStore | None = None,
+        self, where: str, storages: Mapping[str, Storage], describe: Callable[[str], Description]
     ) -> None:
         """Use open storages.
 
@@ -520,10 +468,9 @@ class StorageCatalog(ListedCatalog[StorageNamespace]):
             where: the operator's name of the cache.
             storages: by namespace, 64 hex.
             describe: returns a namespace's description.
-            limits: keeps limits; by default each `vua gc` is given them.
         """
         super().__init__(where, Path(where.partition("://")[2] or where))
-        self._storages, self._describe, self._limit_store = storages, describe, limits
+        self._storages, self._describe = storages, describe
 
     def contents(self) -> tuple[list[Description], list[str]]:
         return [self._describe(name) for name in sorted(self._storages)], []
@@ -532,20 +479,14 @@ class StorageCatalog(ListedCatalog[StorageNamespace]):
         return "ok" if description.layout is not None else "missing"
 
     def list_namespaces(self, show: Show) -> tuple[Sequence[StorageNamespace], Sequence[str]]:
-        del show
         found, others = self.contents()
-        return [StorageNamespace(one, self._storages[one.name]) for one in found], others
+        return [StorageNamespace(one, self._storages[one.name], show) for one in found], others
 
     def items(self, description: Description) -> Iterator[Item]:
-        for entry in sorted(self._storages[description.name].list(), key=lambda one: one.name):
-            chunk, shard = parse_name(entry.name)
-            path = f"{chunk[:2]}/{entry.name}{SUFFIX}"
-            times = (entry.nbytes, entry.last_used_s)
-            yield Item(path, "entry", *times, chunk=chunk, shard=shard)
+        return items_of(self.storage_of(description))
 
     def read(self, description: Description, item: Item) -> tuple[bytes, bytes | None]:
-        name = item.path[3:].removesuffix(SUFFIX)
-        return read_entry(self.storage_of(description), name, item.nbytes)
+        return read_entry(self.storage_of(description), item.path)
 
     def storage_of(self, description: Description) -> Storage:
         return self._storages[description.name]
@@ -554,23 +495,21 @@ class StorageCatalog(ListedCatalog[StorageNamespace]):
         """Do nothing: a storage holds nothing else."""
 
     def bounds(self) -> Limits:
-        return Limits() if self._limit_store is None else self._limit_store.read()
+        return Limits()
 
     def write_bounds(self, bounds: Limits) -> None:
-        """Store the limits. Raises ConfigError without a store of limits."""
-        if self._limit_store is None:
-            raise ConfigError(f"{self.where} keeps no limits; give them to each `vua gc`")
-        self._limit_store.write(bounds)
+        del bounds
+        raise ConfigError(f"{self.where} keeps no limits; give them to each `vua gc`")
 
     def delete(
         self, chunks: Iterable[tuple[StorageNamespace, ListedChunk]],
-        whole: Sequence[StorageNamespace], done: Removal, *, dry_run: bool = False,
+        whole: Sequence[StorageNamespace], done: Removal,
     ) -> None:  # fmt: skip
         rest = ((space, one) for space in whole for one in space.chunks.all())
         done.objects = 0
         for space, chunk in itertools.chain(chunks, rest):
-            for name in chunk.paths if not dry_run else ():
-                space.storage.delete(name)
-            if not dry_run and chunk.pins and isinstance(space.storage, PinnedStorage):
-                space.storage.remove_pins([(chunk.name, one) for one in chunk.pins])
+            for path in chunk.paths:
+                space.storage.delete(entry_at(path))
+            for pinned in chunk.pins:
+                space.mark([chunk.name], pinned, on=False)
             done.objects += len(chunk.paths)

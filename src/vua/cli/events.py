@@ -30,6 +30,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
 from importlib import import_module
 from typing import Any, Final
 
@@ -44,6 +45,7 @@ from vua.cli.looks import between_looks_s
 from vua.cli.output import SOUND, progress
 from vua.errors import ConfigError, explaining
 from vua.format.layout import KVLayout, Shard, cover
+from vua.storage.names import SUFFIX
 
 log = logging.getLogger(__name__)
 
@@ -360,13 +362,13 @@ def _content_of(
     if not layouts:
         return None
     listing = space.listing(show, past.listing if past else None)
-    known = past.listing if past and not space.lists_shards else None
-    listing.judge(lambda chunk: _is_whole(layouts, space.shards(chunk)), known)
+    listing.judge(partial(_is_whole, layouts))
     return StoredNamespace(layouts, listing)
 
 
-def _is_whole(layouts: Sequence[KVLayout], shards: Iterable[Shard | None]) -> bool:
+def _is_whole(layouts: Sequence[KVLayout], files: Iterable[str]) -> bool:
     full = [one for one in layouts if one.window is None] or layouts
+    shards = (Shard.parse(one.removesuffix(SUFFIX)) for one in files if one.endswith(SUFFIX))
     there = [shard for shard in shards if shard is not None]
     return all(cover(one.full, there) is not None for one in full)
 

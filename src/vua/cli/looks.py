@@ -17,7 +17,7 @@ from functools import partial
 from typing import Any, Final
 
 from vua.capacity.saved import Totals, saved_today
-from vua.catalog.base import Catalog, Snapshot
+from vua.catalog.base import Catalog, Look
 from vua.catalog.contents import SHORT
 from vua.catalog.opening import open_catalog
 from vua.cli.command import command, duration_s, option
@@ -87,10 +87,10 @@ def top(
     catalog = open_catalog(directory)
     interval_s = between_looks_s(interval_s, catalog, _INTERVAL_S)
     with explaining(directory):
-        before, began_s = _snapshots(catalog, {}), time.monotonic()
+        before, began_s = _looks(catalog, {}), time.monotonic()
         while True:
             time.sleep(interval_s)
-            now, now_s = _snapshots(catalog, before), time.monotonic()
+            now, now_s = _looks(catalog, before), time.monotonic()
             report = _compared(catalog, now, now_s - began_s)
             if output.is_for_people and not once:
                 clear_screen()
@@ -100,19 +100,16 @@ def top(
             before, began_s = now, now_s
 
 
-def _snapshots(catalog: Catalog, past: Mapping[str, Snapshot]) -> dict[str, Snapshot]:
+def _looks(catalog: Catalog, past: Mapping[str, Look]) -> dict[str, Look]:
     with progress() as show, catalog.namespaces(show) as (found, _):
-        return {space.name: space.snapshot(past.get(space.name)) for space in found}
+        return {space.name: space.look(show, past.get(space.name)) for space in found}
 
 
-def _compared(catalog: Catalog, now: dict[str, Snapshot], took_s: float) -> Report:
-    newest = (
-        int(times.mtimes_ns.max(initial=0)) for one in now.values() for times in one.times.values()
-    )
+def _compared(catalog: Catalog, now: dict[str, Look], took_s: float) -> Report:
+    newest = (one.chunks.totals().newest_ns or 0 for one in now.values())
     now_ns = max([time.time_ns(), *newest])  # mtimes are by the server's clock, which may be ahead
     rows = [_compare(one, now_ns, took_s) for _, one in sorted(now.items())]
-    nbytes = sum(round(one.chunk_nbytes * one.chunks) for one in now.values())
-    chunks = sum(one.chunks for one in now.values())
+    nbytes = sum(one["nbytes"] for one in rows)
     use, free_nbytes = catalog.quick_use(), None
     if use is not None:
         nbytes, free_nbytes = use.nbytes, use.free_nbytes
@@ -124,7 +121,7 @@ def _compared(catalog: Catalog, now: dict[str, Snapshot], took_s: float) -> Repo
         "max_bytes": limits["max_bytes"],
         "free_nbytes": free_nbytes,
         **requests_of(counts),
-        "chunks": chunks,
+        "chunks": sum(one["chunks"] for one in rows),
         "exact": all(one["exact"] for one in rows),
         "seconds": round(took_s, 3),
         "namespaces": rows,
@@ -133,27 +130,21 @@ def _compared(catalog: Catalog, now: dict[str, Snapshot], took_s: float) -> Repo
     return Report(partial(_show, values, counts, saved), **values)
 
 
-def _compare(now: Snapshot, now_ns: int, took_s: float) -> dict[str, Any]:
-    salts = sorted(now.salts.items(), key=lambda one: -one[1])
+def _compare(now: Look, now_ns: int, took_s: float) -> dict[str, Any]:
+    total, per_s = now.chunks.totals(), now.scale / took_s
     return {
         "namespace": now.name,
         "model": now.model,
-        "chunks": now.chunks,
-        "nbytes": round(now.chunk_nbytes * now.chunks),
+        "chunks": round(total.chunks * now.scale),
+        "nbytes": round(total.nbytes * now.scale),
         "exact": now.scale == 1,
-        "new_per_s": round(now.new / took_s, 3),
-        "new_nbytes_per_s": round(now.new * now.chunk_nbytes / took_s),
-        "used_per_s": round(now.used / took_s, 3),
-        "gone_per_s": round(now.gone / took_s, 3),
+        "new_per_s": round(now.new * per_s, 3),
+        "new_nbytes_per_s": round(now.new * per_s * total.nbytes / max(1, total.chunks)),
+        "used_per_s": round(now.used * per_s, 3),
+        "gone_per_s": round(now.gone * per_s, 3),
         "used_within": {
-            str(window): round(
-                sum(
-                    int((now_ns - times.mtimes_ns <= window * 10**9).sum())
-                    for times in now.times.values()
-                )
-                * now.scale
-            )
+            str(window): round(now.chunks.used_since(now_ns - window * 10**9) * now.scale)
             for window in _WINDOWS_S
         },
-        "salts": dict(salts[:10]),
+        "salts": dict(sorted(now.salts.items(), key=lambda one: -one[1])[:10]),
     }

@@ -134,7 +134,7 @@ def _chosen(
                 for prompt in prompts:
                     keys, _ = prompt_keys(namespace, prompt.ids, choice.salt or prompt.salt)
                     names = (keys[place].name for place in range(len(keys)))
-                    chunks.update(dict.fromkeys(itertools.takewhile(source.holds, names)))
+                    chunks.update(dict.fromkeys(itertools.takewhile(source.matching, names)))
         return {source: list(chunks) for source, chunks in wanted.items()}
     targets = [resolve(found, name) for name in choice.names] or [(one, "") for one in found]
     for source, chunk in targets:

@@ -219,12 +219,10 @@ def ttl(directory: str, seconds: float | None = None, *, off: bool = False) -> R
         catalog.keep({"ttl_s": None if off else Limits(ttl_s=seconds).ttl_s})
     now, own = catalog.bounds().ttl_s, catalog.own_ttls()
     text = "no time to live" if now is None else f"unused chunks are deleted after {duration(now)}"
-    theirs = f"with a time to live of their own{{}}: {counted(own, 'chunk')}"
     if catalog.keeps_own_ttls:
-        text += f"; {theirs.format('')}"
+        text += f"; with a time to live of their own: {counted(own, 'chunk')}"
     else:
         text += ", by `vua gc` and the bucket's lifecycle rule"
-        text += f"\n{theirs.format(', which is not kept here')}" if own else ""
     text = f"{plain(directory)}: {text}"
     return Report(text, directory=directory, ttl_s=now, chunks_with_their_own=own)
 
@@ -242,7 +240,6 @@ def pins(directory: str, names: Sequence[str] = (), *, remove: bool = False) -> 
     elif remove:
         raise ConfigError("name the chunks to unpin; `vua pin DIR` lists what is pinned")
     found: list[dict[str, object]] = []
-    held: dict[str, list[str]] = {}
     with progress() as show, catalog.namespaces(show) as (spaces, _):
         for name in names:
             space, chunk = resolve(spaces, name)
@@ -251,19 +248,14 @@ def pins(directory: str, names: Sequence[str] = (), *, remove: bool = False) -> 
                 raise ConfigError(text)
             count = space.unpin(chunk) if remove else space.pin(chunk)
             found.append({"namespace": space.name, "chunk": chunk, "chunks": count})
-            held.setdefault(space.name, []).append(chunk)
-        if not names:
-            found = [
-                {"namespace": space.name, "chunk": chunk, "chunks": count}
-                for space in spaces
-                for chunk, count in space.names(show).pins().items()
-            ]
         nbytes = 0
-        if not remove:
-            some = [(space, held.get(space.name) if names else None) for space in spaces]
-            nbytes = sum(
-                space.pinned_nbytes(chunks) for space, chunks in some if chunks or not names
-            )
+        for space in spaces if not names else ():
+            listing = space.names(show)
+            nbytes += listing.totals().pinned_nbytes
+            found += [
+                {"namespace": space.name, "chunk": chunk, "chunks": count}
+                for chunk, count in listing.pins().items()
+            ]
         most = catalog.pins_may_hold()
 
     def show_pins() -> None:

@@ -280,17 +280,6 @@ class TestCommands(GcTest):
         self.assertEqual(2, run("gc", self.root, "--max-bytes", "much")[0])
         self.assertEqual(2, run("gc", self.root / "absent")[0])
 
-    def test_du(self) -> None:
-        """It says what is there, exactly and by estimate."""
-        pin(self.opened, names_of(self.other)[1])
-        code, report = run_json("du", self.root)
-        (one,) = report["namespaces"]
-        files = sum(path.stat().st_size for path in self.files())
-        self.assertEqual((0, files, 9, 2), (code, report["nbytes"], one["chunks"], one["pinned"]))
-        _, quick = run_json("du", self.root, "--quick")
-        self.assertEqual((files, 9), (quick["nbytes"], quick["chunks"]))
-        self.assertIn("9 chunks", run("du", self.root)[1])
-
     def test_ttl(self) -> None:
         """It is set, shown and lifted."""
         self.assertEqual((0, None), self.ttl())
@@ -305,17 +294,6 @@ class TestCommands(GcTest):
     def ttl(self, *arguments: str) -> tuple[int, float | None]:
         code, report = run_json("ttl", self.root, *arguments)
         return code, report["ttl_s"]
-
-    def test_pin(self) -> None:
-        """Pins are made by name, listed and lifted."""
-        name = names_of(self.trunk)[2]
-        self.assertEqual(0, run("pin", self.root, name[:16])[0])
-        _, report = run_json("pin", self.root)
-        self.assertEqual([(name, 3)], [(one["chunk"], one["chunks"]) for one in report["pinned"]])
-        self.assertEqual(0, run("pin", self.root, name, "--remove")[0])
-        self.assertEqual([], run_json("pin", self.root)[1]["pinned"])
-        for wrong in ("xyz", "0" * 64, self.space.name[:10]):
-            self.assertEqual(2, run("pin", self.root, wrong)[0], wrong)
 
     def test_rm_chunk(self) -> None:
         """A chunk goes with all that follows it, but for what is pinned."""

@@ -23,7 +23,7 @@ from commands import run, run_json
 from helpers import DirectoryTest, caches_of
 from vua.capacity.gc import collect
 from vua.capacity.limits import Limits, ResolvedLimits, write_bounds
-from vua.capacity.spaces import is_all_ours, spaces
+from vua.capacity.spaces import spaces
 from vua.capacity.usage import measure
 from vua.core import VUA, VUAConfig
 from vua.errors import ConfigError
@@ -78,20 +78,6 @@ class TestForeign(DirectoryTest):
                     collect(root, ResolvedLimits(0, 0, 1e-6, 0))
                 self.assertEqual(before, foreign.digest(root.parent))
             subprocess.run(["rm", "-rf", root.parent], check=True)
-
-    def test_all_ours(self) -> None:
-        """A namespace is deleted as a whole only where nothing of others lies at any depth."""
-        fill(self.root)
-        with spaces(self.root) as (space,):
-            self.assertTrue(is_all_ours(space))
-            fan = next(path for path in (self.root / space.name).iterdir() if len(path.name) == 2)
-            for where in (fan.parent, fan, next(fan.iterdir())):
-                with self.subTest(where=where.name):
-                    theirs = where / "theirs"
-                    theirs.touch()
-                    self.assertFalse(is_all_ours(space))
-                    theirs.unlink()
-            self.assertTrue(is_all_ours(space))
 
     @pytest.mark.thorough
     def test_within_a_cache(self) -> None:

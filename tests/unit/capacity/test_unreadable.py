@@ -201,17 +201,3 @@ class TestLost(KeysTest):
         self.key_of(ALICE).unlink()
         self.assertEqual(2 * CHUNKS, self.deleted())
         self.assertEqual(self.kept, {p: d for p, d in self.entries().items() if p in self.kept})
-
-    def test_last(self) -> None:
-        """With a new key alone all that is sealed goes; what is in clear never does."""
-        self.gc("--lost-keys", "--key-file", self.wrong)
-        self.assertEqual({""}, {parse_entry(data).kind for data in self.entries().values()})
-        self.assertEqual(CHUNKS, len(self.entries()))
-
-    def test_plain(self) -> None:
-        """A plain directory stays as it is."""
-        shutil.rmtree(self.cache)
-        self.save(self.store(security=Security()))
-        before = self.entries()
-        self.assertEqual(0, self.deleted())
-        self.assertEqual(before, self.entries())

@@ -41,19 +41,6 @@ class OrderTest(DirectoryTest):
             (tokens,) = vua.lookup(self.prompt(places))
         return tokens
 
-    def test_nothing(self) -> None:
-        """Without a stored prompt the order stays."""
-        self.assertEqual(([0, 1, 2, 3], 0, ""), self.order())
-
-    def test_longest(self) -> None:
-        """The order whose beginning is stored furthest; the rest follow as given."""
-        self.put(2, 0)
-        self.put(1)
-        places, tokens, name = self.order()
-        self.assertEqual([2, 0, 1, 3], places)
-        self.assertEqual(self.stored(places), tokens)
-        self.assertTrue((self.root / name).is_dir())
-
     def test_not_the_longest_first(self) -> None:
         """A long document first hits more at once, and less in all."""
         self.documents = [[*range(100, 140)], [*range(200, 212)], [*range(300, 360)]]

@@ -1,4 +1,4 @@
-"""Mirrors `vua.catalog.listed` and `vua.catalog.listed`: new storages get the commands of `vua`."""
+"""Mirrors `vua.catalog.listed`: new storages get the commands of `vua`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from unittest import mock
 from commands import CliTest, run, run_json
 from conformance.memory_storage import MemoryStorage
 from conformance.sqlite_storage import SQLiteStorage
-from vua.capacity.limits import Limits
 from vua.capacity.spaces import silent
 from vua.catalog import opening
 from vua.catalog.base import Catalog
@@ -19,19 +18,6 @@ from vua.errors import ConfigError
 from vua.storage.base import WRITTEN
 from vua.storage.description import Description, read_description
 from vua.store.travel import whole_batch
-
-
-class Kept:
-    """Limits in memory."""
-
-    def __init__(self) -> None:
-        self.limits = Limits()
-
-    def read(self) -> Limits:
-        return self.limits
-
-    def write(self, limits: Limits) -> None:
-        self.limits = limits
 
 
 class StoredTest(CliTest):
@@ -49,14 +35,13 @@ class StoredTest(CliTest):
             self.storages[space.name] = storage
             for file in sorted(space.rglob("*.safetensors")):
                 self.copy(storage, f"{file.parent.name}/{file.stem}", file.read_bytes())
-        self.kept = Kept()
         openers = mock.patch.dict(opening.openers)
         self.enterContext(openers)
         opening.register("sqlite", self.open)
 
     def open(self, where: str, *, create: bool) -> Catalog:
         self.assertFalse(create)
-        return StorageCatalog(where, self.storages, self.describe, self.kept)
+        return StorageCatalog(where, self.storages, self.describe)
 
     def describe(self, name: str) -> Description:
         return read_description(self.root / name)

@@ -158,6 +158,7 @@ class BucketCliTest(DirectoryTest):
                 self.assertEqual([found, found], reports)
                 if "--dry-run" in words:
                     self.assertEqual(some[0][1]["nbytes"], some[1][1]["nbytes"])
+        self.assertEqual(["vua.json"], [one.key for one in self.bucket.walk()])
 
     def test_pin_of_the_library(self) -> None:
         """`VUA.pin` writes the same marks, which `gc` keeps to; `VUA.unpin` lifts them."""

@@ -99,19 +99,18 @@ def overview(catalog: Catalog, files: Files) -> dict[str, Any]:
 
 
 def _row(catalog: Catalog, space: NamespaceCatalog) -> dict[str, Any]:
-    now = space.snapshot()
-    newest_ns = max((int(one.mtimes_ns.max(initial=0)) for one in now.times.values()), default=0)
-    nbytes = round(now.chunk_nbytes * now.chunks)
+    use = space.use(silent, exact=False)
+    newest_s = (use.newest_ns or 0) / 1e9
     return {
-        "namespace": now.name,
-        "model": plain(now.model) or f"({catalog.state(space.description)} description)",
-        "chunks": now.chunks,
-        "counted": about(now.chunks, exact=now.scale == 1),
-        "nbytes": nbytes,
-        "size": about(nbytes, size, exact=now.scale == 1),
-        "exact": now.scale == 1,
-        "newest_s": newest_ns / 1e9,
-        "used": when(newest_ns / 1e9)[:16] if now.chunks else "never",
+        "namespace": use.namespace,
+        "model": plain(space.stated.model) or f"({catalog.state(space.description)} description)",
+        "chunks": use.chunks,
+        "counted": about(use.chunks, exact=use.exact),
+        "nbytes": use.nbytes,
+        "size": about(use.nbytes, size, exact=use.exact),
+        "exact": use.exact,
+        "newest_s": newest_s,
+        "used": when(newest_s)[:16] if use.chunks else "never",
     }
 
 
