@@ -326,9 +326,6 @@ class Listing:
         count: int = self._base.execute("SELECT count(*) FROM chunks").fetchone()[0]
         return count
 
-    def __contains__(self, name: str) -> bool:
-        return self.get(name) is not None
-
     def get(self, name: str) -> ListedChunk | None:
         row = self._base.execute(f"{_CHUNK} WHERE name = ?", (name,)).fetchone()
         return None if row is None else self._chunk(row)
@@ -578,10 +575,10 @@ class Listing:
         )
         return int(held.rowcount)
 
-    def doomed(self) -> Iterator[tuple[int, str]]:
+    def doomed(self) -> Iterator[str]:
         """Yield them in order."""
-        query = "SELECT goes, name FROM chunks WHERE goes IS NOT NULL ORDER BY goes, name"
-        return iter(self._base.execute(query))
+        query = "SELECT name FROM chunks WHERE goes IS NOT NULL ORDER BY goes, name"
+        return (name for (name,) in self._base.execute(query))
 
     def is_doomed(self, chunk: str) -> bool:
         query = "SELECT 1 FROM chunks WHERE name = ? AND goes IS NOT NULL"

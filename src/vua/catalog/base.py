@@ -11,8 +11,6 @@ Engines may write and delete meanwhile: a file that vanishes is skipped.
 from __future__ import annotations
 
 import contextlib
-import heapq
-import itertools
 import math
 import re
 import time
@@ -549,19 +547,14 @@ N = TypeVar("N", bound=NamespaceCatalog)
 
 
 def doomed(listings: Mapping[N, Listing], show: Show) -> Iterator[tuple[N, ListedChunk]]:
-    """Yield the chunks to delete, in order, each with its namespace."""
-    freed, rows = (
-        0,
-        (
-            zip(one.doomed(), itertools.repeat((space, one)), strict=False)
-            for space, one in listings.items()
-        ),
-    )
-    for (_, name), (space, one) in heapq.merge(*rows, key=lambda row: row[0]):
-        if (chunk := one.get(name)) is not None:
-            show(f"{space.name[:SHORT]}: deleting", amount=freed)
-            freed += chunk.nbytes
-            yield space, chunk
+    """Yield the chunks to delete, each with its namespace, and in its order."""
+    freed = 0
+    for space, listing in listings.items():
+        for name in listing.doomed():
+            if (chunk := listing.get(name)) is not None:
+                show(f"{space.name[:SHORT]}: deleting", amount=freed)
+                freed += chunk.nbytes
+                yield space, chunk
 
 
 def resolve(found: Sequence[N], digits: str) -> tuple[N, str]:

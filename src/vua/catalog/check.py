@@ -26,7 +26,7 @@ from vua.format.parse import (
 )
 from vua.io import posix
 from vua.io.files import is_plain
-from vua.io.posix import close_quietly
+from vua.io.posix import closing_fd
 from vua.native import Digest
 from vua.security.keyring import KnownKeys
 from vua.security.settings import Security
@@ -280,13 +280,20 @@ def check_at(where: str, checker: Checker) -> tuple[Check, Description | None, E
     Also returns its namespace's description, if it is in one, and what follows from its path. For a
     file copied elsewhere only its name counts.
     """
-    if is_url(where):
-        at = _object_at(where)
-        description, expected = _place_of(at)
-        return _check_object(at, checker, expected), description, expected
-    path = Path(os.path.abspath(where))  # noqa: PTH100 - keeps symlinks
-    description, expected = _place_of(path)
-    return _check_file(path, checker, expected), description, expected
+    at = _object_at(where) if is_url(where) else Path(os.path.abspath(where))  # noqa: PTH100 - links
+    description, expected = _place_of(at)
+    try:
+        if isinstance(at, Path):
+            # O_NONBLOCK: does not wait for the writer of a FIFO
+            flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK
+            with closing_fd(os.open(at, flags)) as fd:
+                check = checker.check(fd, expected)
+        else:
+            data = memoryview(bytearray(at.bucket.get(at.key)[1]))
+            check = checker.check_bytes(data, expected)
+    except OSError as problem:
+        check = Check("error", (problem.strerror or str(problem),), 0)
+    return check, description, expected
 
 
 def _object_at(url: str) -> BucketPath:
@@ -296,27 +303,6 @@ def _object_at(url: str) -> BucketPath:
     depth = 4 if len(parts) > 7 and _is_digest(parts[-4]) else 1
     cache = BucketPath(Bucket.at("/".join(parts[:-depth])))
     return functools.reduce(operator.truediv, parts[-depth:], cache)
-
-
-def _check_object(at: BucketPath, checker: Checker, expected: ExpectedEntry) -> Check:
-    try:
-        data = at.bucket.get(at.key)[1]
-    except OSError as problem:
-        return Check("error", (problem.strerror or str(problem),), 0)
-    view = memoryview(bytearray(data))
-    return checker.check_bytes(view, expected)
-
-
-def _check_file(path: Path, checker: Checker, expected: ExpectedEntry) -> Check:
-    try:
-        # O_NONBLOCK: does not wait for the writer of a FIFO
-        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
-    except OSError as problem:
-        return Check("error", (str(problem.strerror),), 0)
-    try:
-        return checker.check(fd, expected)
-    finally:
-        close_quietly(fd)
 
 
 def _place_of(path: Path | BucketPath) -> tuple[Description | None, ExpectedEntry]:
