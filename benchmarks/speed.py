@@ -38,10 +38,9 @@ from vua.capacity.spaces import Show
 from vua.cli.output import progress, table
 from vua.errors import InputError, VUAError
 from vua.format.layout import KVLayout
-from vua.io import vectors
 from vua.io.files import make_folder
 from vua.io.posix import cached_pages, page_aligned
-from vua.io.vectors import IOV_MAX, Iovecs
+from vua.io.vectors import IOV_MAX
 from vua.storage.bucket import Bucket
 from vua.storage.location import BucketPath, is_url
 from vua.storage.object import ObjectStorage
@@ -83,7 +82,7 @@ class RawFile:
     """
 
     def __init__(
-        self, path: str, rows: Iovecs, owner: object, call_nbytes: int | None = None
+        self, path: str, rows: npt.NDArray[np.uint64], owner: object, call_nbytes: int | None = None
     ) -> None:
         """Prepare to move the file ``path`` to or from ``rows`` (address, nbytes) of ``owner``.
 
@@ -148,9 +147,10 @@ def is_cold(path: str | Path) -> bool:
     try:
         if (pages := cached_pages(fd)) is not None:
             return pages == 0
-        page = np.zeros(PAGE, dtype=np.uint8)  # an older system: may make it fetch the file
-        rows = np.array([[page.ctypes.data, PAGE]], dtype=np.uint64)
-        return vectors.preadv_cached(fd, rows.ctypes.data, 1, 0) < 0
+        with suppress(BlockingIOError):  # an older system: may make it fetch the file
+            os.preadv(fd, [bytearray(PAGE)], 0, os.RWF_NOWAIT)
+            return False
+        return True
     finally:
         os.close(fd)
 

@@ -20,7 +20,6 @@ from suite.prompts import CASES, TINY, Case, Memory, file_path, file_rows, keys_
 from vua import native
 from vua.format.identity import Identity
 from vua.format.keys import ChunkKey
-from vua.io import posix
 from vua.native import bindings
 from vua.storage.local import FirstReads, LocalStorage
 from vua.store.namespace import Namespace
@@ -132,9 +131,6 @@ def _busy(bench: Bench, stored: Stored, memory: Memory, load: Callable[[], None]
         "load": Arm(partial(_beside, load)),
         "load, one thread": Arm(partial(_beside, alone)),
         "load, in Python": Arm(partial(_beside, partial(in_python, load))),
-        "load, in Python, GIL released": Arm(
-            partial(_beside, partial(in_python, partial(released, load)))
-        ),
     }
     timings = measure(arms, "load, idle", bench.rounds(5))
     row = partial(timings.row, "C1", f"{case.name}, {memory.place}, beside a busy thread")
@@ -145,7 +141,6 @@ def _busy(bench: Bench, stored: Stored, memory: Memory, load: Callable[[], None]
     yield row("load", "load, beside a process", better="lower")
     for arm in ("load", "load, in Python"):
         yield row(arm, "raw preadv", nbytes=case.nbytes)
-    yield row("load, in Python, GIL released", "load, in Python", nbytes=case.nbytes)
 
 
 def _beside(
@@ -173,16 +168,6 @@ def in_python(load: Callable[[], None]) -> None:
         load()
     finally:
         choice.status = kept
-
-
-def released(load: Callable[[], None]) -> None:
-    """Load as if the GIL were released at every read."""
-    kept = posix.calls.pop("preadv_cached", None)
-    try:
-        load()
-    finally:
-        if kept is not None:
-            posix.calls["preadv_cached"] = kept
 
 
 def cold(bench: Bench) -> Iterator[Row]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import chain
 from typing import Final, Literal
 
 import numpy as np
@@ -11,7 +12,7 @@ import numpy.typing as npt
 from vua.device.buffers import StagingBuffer
 from vua.format.keys import ChunkKey, KeyChain, token_ids
 from vua.format.layout import KVLayout
-from vua.native import MemoryMap, rows_of
+from vua.native import MemoryMap, blocks_of
 from vua.store.store import Store
 
 Words = npt.NDArray[np.uint16]
@@ -123,10 +124,10 @@ def file_rows(
     full = store.layout.full
     transfer = store.transfer(full, full, full, memory)
     headers = np.zeros((chunks, transfer.header_nbytes), dtype=np.uint8)
-    rows = [
-        np.vstack([[header.ctypes.data, header.nbytes], rows_of(transfer, place)])
-        for place, header in enumerate(headers)
-    ]
+    rows = []
+    for place, header in enumerate(headers):
+        views = [header.data, *chain.from_iterable(blocks_of(transfer, place))]
+        rows.append([(np.frombuffer(view, np.uint8).ctypes.data, len(view)) for view in views])
     return np.array(rows, dtype=np.uint64), headers
 
 

@@ -30,7 +30,7 @@ from vua.capacity.usage import measure
 from vua.catalog.base import Demand, Finding, Level, Verdict, probed, timed
 from vua.connector.proved import SampleCounts, Tally
 from vua.errors import ConfigError, explained
-from vua.io import posix, vectors
+from vua.io import posix
 from vua.io.files import make_file, make_folder
 from vua.io.posix import cached_pages, close_quietly, closing_fd
 from vua.io.words import counted, size
@@ -314,10 +314,9 @@ def _read(ground: ProbeDirectory, name: str) -> None:
 
 def _is_cached(ground: ProbeDirectory, name: str) -> bool:
     """Whether the kernel says that a file's first page is in memory."""
-    page = np.empty(_PAGE, dtype=np.uint8)
-    where = np.array([[page.ctypes.data, page.nbytes]], dtype=np.uint64)
-    with ground.opened(name) as fd:
-        return vectors.preadv_cached(fd, where.ctypes.data, 1, 0) == _PAGE
+    with ground.opened(name) as fd, contextlib.suppress(OSError, AttributeError):
+        return os.preadv(fd, [bytearray(_PAGE)], 0, os.RWF_NOWAIT) == _PAGE
+    return False
 
 
 # -- the host -----------------------------------------------------------------------------------

@@ -53,7 +53,7 @@ from vua.native.fallback import (
     narrow,
     read_entry,
 )
-from vua.native.rows import blocks_of, rows_of
+from vua.native.rows import blocks_of
 from vua.native.transfer import (
     FAILED,
     KINDS,
@@ -103,7 +103,6 @@ __all__ = [
     "narrow",
     "read_entries",
     "read_entry",
-    "rows_of",
     "status",
     "write_entries",
 ]

@@ -16,8 +16,8 @@ import re
 import stat
 import sys
 from collections.abc import Iterable, Iterator, Sequence
-from itertools import islice
-from typing import Final, Protocol
+from itertools import chain, islice
+from typing import Final, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -37,7 +37,7 @@ from vua.io.files import (
 from vua.io.pool import Job, Pool
 from vua.io.posix import FileStatus, close_quietly, closing_fd
 from vua.native.bindings import library, sha256
-from vua.native.rows import Read, blocks_of, reads_of, rows_of
+from vua.native.rows import blocks_of
 from vua.native.transfer import (
     FAILED,
     PRESENT,
@@ -174,67 +174,72 @@ def read_entry(
         into.inodes[file] = status.inode
         if status.nbytes != plan.file_nbytes:
             raise CorruptEntryError(f"{status.nbytes} bytes long, expected {plan.file_nbytes}")
-        found, cached = [], directory.local
-        for read in reads_of(transfer, place + file, into, file):
-            got, cached = _read(fd, read, cached=cached)
-            if got != read.nbytes:
-                msg = f"ends inside bytes {read.offset}..{read.offset + read.nbytes}"
-                raise CorruptEntryError(msg)
-            found += digests_of(read.blocks)
-        into.digests[file] = found
+        pieces = _read_pieces(transfer, place + file, into, file)
+        for offset, nbytes, block, header, parts in pieces:
+            if vectors.move_all(os.preadv, fd, _views(header, parts), offset) != nbytes:
+                raise CorruptEntryError(f"ends inside bytes {offset}..{offset + nbytes}")
+            into.digests[file, block : block + len(parts)] = digests_of(parts)
     finally:
         close_plain(fd, local=directory.local)
 
 
-def _read(fd: int, read: Read, *, cached: bool) -> tuple[int, bool]:
-    """Fill memory; return the bytes read, and whether the page cache had them all.
+class _Piece(NamedTuple):
+    """What one read of a plan moves."""
 
-    Keeps the GIL while the page cache answers; once a read needs I/O the rest releases it.
-    """
-    many = len(read.rows)
-    if cached and many <= vectors.IOV_MAX:
-        got = vectors.preadv_cached(fd, read.address, many, read.offset)
-        if got == read.nbytes:
-            return got, True
-    return vectors.preadv_all(fd, read.rows, read.offset), False
+    offset: int
+    nbytes: int
+    block: int
+    """The first checksum block."""
+    header: Sequence[memoryview]
+    """The header, if it is part of it."""
+    parts: Sequence[Sequence[memoryview]]
+    """The memory of each checksum block."""
+
+
+def _pieces(
+    transfer: Transfer, place: int, header: npt.NDArray[np.uint8], discard: int = 0
+) -> Iterator[_Piece]:
+    """Yield the pieces of an entry in memory, in file order."""
+    blocks = blocks_of(transfer, place, discard)
+    for _, _, with_header, nbytes, offset, block, stop in transfer.plan.reads.tolist():
+        opening = [header.data] if with_header else []
+        yield _Piece(offset, nbytes, block, opening, list(islice(blocks, stop - block)))
+
+
+def _read_pieces(transfer: Transfer, place: int, into: Headers, file: int) -> Iterator[_Piece]:
+    """As :func:`_pieces`, with memory for what is read only to be verified."""
+    discard = into.discard
+    kept = np.empty(transfer.plan.discard_nbytes, np.uint8) if discard is None else discard[file]
+    yield from _pieces(transfer, place, into.headers[file], kept.ctypes.data)
+
+
+def _views(header: Sequence[memoryview], parts: Iterable[Sequence[memoryview]]) -> list[memoryview]:
+    return [*header, *chain.from_iterable(parts)]
 
 
 def gather_entry(transfer: Transfer, place: int, to: memoryview) -> npt.NDArray[np.uint64]:
     """Copy a chunk out of memory; see :func:`vua.native.entries.gather_entry`."""
-    rows, at = rows_of(transfer, place), np.frombuffer(to, dtype=np.uint8).ctypes.data
-    at += transfer.plan.header_nbytes
-    for address, nbytes in rows.tolist():
-        ctypes.memmove(at, address, nbytes)  # without the GIL
-        at += nbytes
-    return np.array(digests_of(blocks_of(transfer, place)), dtype=np.uint64)
+    digests, at = [], transfer.plan.header_nbytes
+    for block in blocks_of(transfer, place):
+        for view in block:
+            to[at : at + len(view)] = view
+            at += len(view)
+        digests += digests_of([block])
+    return np.array(digests, dtype=np.uint64)
 
 
 def fill_entry(
     transfer: Transfer, place: int, into: Headers, file: int, data: memoryview, offset: int
 ) -> None:
     """Put bytes where they belong; see :func:`vua.native.entries.fill_entry`."""
-    plan, discard = transfer.plan, into.discard
-    discarded = np.empty(plan.discard_nbytes, np.uint8) if discard is None else discard[file]
-    rows = rows_of(transfer, place, discarded.ctypes.data)
-    for extent, extent_stop, header, nbytes, start, block, stop in plan.reads.tolist():
+    for start, nbytes, block, header, parts in _read_pieces(transfer, place, into, file):
         if not offset <= start <= start + nbytes <= offset + len(data):
             continue
-        part = data[start - offset : start - offset + nbytes]
-        if header:
-            into.headers[file] = np.frombuffer(part[: plan.header_nbytes], dtype=np.uint8)
-            part = part[plan.header_nbytes :]
-        sizes = plan.block_nbytes[block:stop].tolist()
-        into.digests[file, block:stop] = digests_of([cut] for cut in _cut(part, sizes))
-        source = np.frombuffer(part, dtype=np.uint8).ctypes.data
-        for address, size in rows[extent * plan.segments : extent_stop * plan.segments].tolist():
-            ctypes.memmove(address, source, size)  # without the GIL
-            source += size
-
-
-def _cut(view: memoryview, sizes: Iterable[int]) -> Iterator[memoryview]:
-    for size in sizes:
-        yield view[:size]
-        view = view[size:]
+        at = start - offset
+        for view in _views(header, parts):
+            view[:] = data[at : at + len(view)]
+            at += len(view)
+        into.digests[file, block : block + len(parts)] = digests_of(parts)
 
 
 def write_entries(
@@ -351,24 +356,28 @@ def _write_bytes(
     exactly these back to a VM's host once free. Getting them again took ten times as long as the
     write (docs/decisions/0013-native-saves.md).
     """
-    plan, rows, check_offset = transfer.plan, rows_of(transfer, place), options.check_offset
+    plan, check_offset = transfer.plan, options.check_offset
     if plan.file_nbytes >= options.allocate_nbytes:
         vectors.allocate(fd, plan.file_nbytes)
-    blocks, digests = blocks_of(transfer, place), np.zeros(plan.blocks, dtype=np.uint64)
-    opening = np.array([[header.ctypes.data, plan.header_nbytes]], dtype=np.uint64)
-    for extent, extent_stop, with_header, _, offset, block, stop in plan.reads.tolist():
-        part = rows[extent * plan.segments : extent_stop * plan.segments]
+    digests, opening = np.zeros(plan.blocks, dtype=np.uint64), []
+    for offset, _, block, first, parts in _pieces(transfer, place, header):
         if check_offset:
-            digests[block:stop] = digests_of(islice(blocks, stop - block))
-        if with_header:
-            opening = np.concatenate([opening, part])
+            digests[block : block + len(parts)] = digests_of(parts)
+        if first:
+            opening = _views(first, parts)
         else:
-            vectors.pwritev_all(fd, part, offset)
+            _write(fd, _views([], parts), offset)
     if check_offset:
         table = digests.view(np.uint8)
         header[plan.table_offset : plan.table_offset + len(table)] = table
         fill_check(header, check_offset)
-    vectors.pwritev_all(fd, opening, 0)
+    _write(fd, opening, 0)
+
+
+def _write(fd: int, views: Sequence[memoryview], offset: int) -> None:
+    """Write all views. Raises OSError."""
+    if vectors.move_all(os.pwritev, fd, views, offset) != sum(map(len, views)):
+        raise OSError(errno.EIO, "the system wrote 0 bytes and gave no reason")
 
 
 Strided = tuple[Sequence[int], Sequence[int], Sequence[int], Sequence[npt.NDArray[np.uint64]]]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Final, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -21,6 +21,10 @@ KINDS: Final = 0x80
 """Marks a byte of :attr:`HeaderForm.variable` that stands for kinds of bytes."""
 FAILED, PRESENT, WRITTEN = 0, 1, 2
 """Outcome per file: not written or not tried; existed before; written now."""
+
+Cuts: TypeAlias = tuple[dict[int, tuple[int, int]], list[list[tuple[int, slice]]]]
+"""By array the first address and the bytes of all extents, without a segment's offset; and per
+checksum block the array of each extent, and which of these bytes it is."""
 
 
 class Headers(ctypes.Structure):
@@ -211,8 +215,8 @@ class Transfer(ctypes.Structure):
         self.offsets = [
             np.ascontiguousarray(array, dtype=np.uint64) for array in memory.segment_offset
         ]
-        self.memo: dict[int | str, Any] = {}
-        """Results that `vua.native.rows` computes once per transfer."""
+        self.cuts: Cuts | None = None
+        """What `vua.native.rows` computes once per transfer."""
         super().__init__(*(xxh3 or (0, 0, 0)), *plan.tables)
         arrays = zip(self.bases, memory.head_stride, self.offsets, strict=True)
         for array, (first, stride, offset) in enumerate(arrays):

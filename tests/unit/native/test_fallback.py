@@ -19,7 +19,6 @@ from vua import native
 from vua.format.entry import EntryCodec, entry_plan
 from vua.format.layout import KVLayout
 from vua.io.files import Directory
-from vua.io.vectors import memory_at
 from vua.native import Headers, Transfer, fallback
 
 FILES = 3
@@ -44,14 +43,17 @@ def damage(path: Path, how: str, at: int) -> None:
             file.write(b"\x77")
 
 
-def contents(transfer: Transfer, into: Headers, files: int) -> tuple[list[bytes], list[bytes]]:
-    """What was read: the rows of memory that somebody wants, and the tables."""
-    inside = np.repeat(transfer.plan.extents["array"] < 2, transfer.plan.segments)
-    chunks = [native.rows_of(transfer, place)[inside].tolist() for place in range(files)]
-    rows = [row for chunk in chunks for row in chunk]
+def contents(transfer: Transfer, into: Headers, files: int) -> list[bytes]:
+    """What was read: the memory of each file, and the tables."""
     kept = (into.headers, into.digests, into.inodes, into.discard)
-    tables = [table[:files].tobytes() for table in kept if table is not None]
-    return [bytes(memory_at(address, nbytes)) for address, nbytes in rows], tables
+    found = [table[:files].tobytes() for table in kept if table is not None]
+    for place in range(files):
+        discard = np.zeros(transfer.plan.discard_nbytes, np.uint8)
+        if into.discard is not None:
+            discard = into.discard[place]
+        blocks = native.blocks_of(transfer, place, discard.ctypes.data)
+        found += [bytes(view) for block in blocks for view in block]
+    return found
 
 
 @unittest.skipUnless(has_native(), "native code is not built: python3 dev.py build")
@@ -96,7 +98,7 @@ class TestReadEntries(DirectoryTest):
             transfer = Transfer(plan, memory.map())
             into = Headers(plan, FILES, keep_discarded=keep)
             done = read(transfer, Directory(fd), paths, 0, into, 0, FILES)
-            found.append((done, *contents(transfer, into, done)))
+            found.append((done, contents(transfer, into, done)))
             for place in range(done if keep else 0):
                 blocks = native.blocks_of(transfer, place, into.discard[place].ctypes.data)
                 self.assertEqual(into.digests[place].tolist(), native.digests_of(blocks))

@@ -35,7 +35,7 @@ from vua import native
 from vua.errors import InputError, NotWritableError, StorageFullError
 from vua.format.keys import ChunkKey
 from vua.format.layout import KVLayout, Shard
-from vua.io import posix, vectors
+from vua.io import posix
 from vua.io.files import open_plain
 from vua.storage.base import entry_name
 from vua.storage.local import MAX_QUARANTINED, LocalStorage, version_of
@@ -49,7 +49,7 @@ LATENT = KVLayout(layers=10, kv_heads=1, k_dim=576, v_dim=0, dtype="BF16", chunk
 CHUNKS = 3
 
 # Without these calls the code takes the way of older kernels, or of other systems.
-CACHED_CALLS = ("preadv_cached", "openat2_cached", "close_cached", "statx")
+CACHED_CALLS = ("openat2_cached", "close_cached", "statx")
 
 
 def split(layout: KVLayout, heads: int = 1, layers: Sequence[int] = ()) -> list[Shard]:
@@ -573,13 +573,9 @@ class TestWays(StoreTest):
 
     def test_without_cached_calls(self) -> None:
         """On a kernel that cannot say whether a read would block."""
-        some, others = (
-            {name: call for name, call in one.calls.items() if name not in CACHED_CALLS}
-            for one in (posix, vectors)
-        )
+        some = {name: call for name, call in posix.calls.items() if name not in CACHED_CALLS}
         with (
             mock.patch.dict(posix.calls, some, clear=True),
-            mock.patch.dict(vectors.calls, others, clear=True),
             mock.patch.object(posix, "_HAS_OPENAT2", new=False),
         ):
             self.use()
@@ -589,7 +585,6 @@ class TestWays(StoreTest):
         """On a kernel that has the calls and refuses their flags."""
         with (
             mock.patch.dict(posix.calls, statx=lambda *_: -1),
-            mock.patch.dict(vectors.calls, preadv_cached=lambda *_: -1),
             mock.patch.object(posix, "open_cached", return_value=None),
         ):
             self.use()
@@ -599,7 +594,6 @@ class TestWays(StoreTest):
         """On a system that is not Linux."""
         with (
             mock.patch.dict(posix.calls, clear=True),
-            mock.patch.dict(vectors.calls, clear=True),
             mock.patch.object(posix, "_HAS_OPENAT2", new=False),
         ):
             self.use()
