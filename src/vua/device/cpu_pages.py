@@ -9,7 +9,7 @@ meanwhile.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, SupportsIndex, TypeAlias
 
@@ -21,20 +21,23 @@ from torch import Tensor
 from vua import native
 from vua.device import moves
 from vua.device.moves import Job, Runs
-from vua.device.paged import WORDS, spans
+from vua.device.paged import WORDS, slots_of
 from vua.errors import InputError, LayoutError
 from vua.native import NOWHERE, MemoryMap, Spread, StridedCopy
 
 
 def move(job: Job, *, store: bool) -> None:
     """Make the move, see :class:`vua.device.moves.Move`; releases the GIL once."""
-    slots = job.slots.numpy()
+    slots, layout, size = job.slots.numpy(), job.cache.layout, job.cache.itemsize
     if store and _repeats(slots):  # two threads would mix their bytes
         moves.move(job, store=store)
         return
-    found = moves.runs(slots, job.cache.layout.block_size)
-    kinds = [_copies_of(job, array, found, store=store) for array in range(len(job.chunks))]
-    native.copy_strided(kinds)
+    found, copies = moves.runs(slots, layout.block_size), []
+    for rows, table, chunk in zip(layout.arrays, job.cache.table, job.chunks, strict=True):
+        steps = _Steps(rows.block * size, rows.slot * size, rows.head * size, job.word.itemsize)
+        pages = table.numpy()
+        copies.append(_boxes(pages, steps, found, layout.block_size, chunk, store=store))
+    native.copy_strided(copies)
 
 
 def _repeats(slots: npt.NDArray[np.int64]) -> bool:
@@ -42,76 +45,43 @@ def _repeats(slots: npt.NDArray[np.int64]) -> bool:
     return bool(((ordered[1:] == ordered[:-1]) & (ordered[1:] >= 0)).any())
 
 
-def _copies_of(job: Job, array: int, runs: Runs, *, store: bool) -> native.StridedCopy:
-    """Return the copies of K, or of V: a box per run and layer, with both sides' strides."""
-    (first, slot, counts), chunk = runs, job.chunks[array]
-    layout, size = job.cache.layout, job.cache.itemsize
-    rows, tokens = layout.arrays[array], max(1, chunk.shape[3])
-    pages = job.cache.table[array].numpy()[None, :]
-    places = slot // layout.block_size * rows.block + slot % layout.block_size * rows.slot
-    inside = pages + (places * size)[:, None]
-    step = [stride * job.word.itemsize for stride in chunk.stride()]
-    layers = np.arange(chunk.shape[2]) * step[2]
-    outside = chunk.data_ptr() + (first // tokens * step[0] + first % tokens * step[3])[:, None]
-    outside = outside + layers[None, :]
-    counted = np.broadcast_to(counts[:, None], outside.shape)
-    ours = [rows.head * size, rows.slot * size, job.word.itemsize]
-    theirs = [step[1], step[3], job.word.itemsize]
-    shape = layout.heads, chunk.shape[4], job.word.itemsize
-    if store:
-        return native.StridedCopy(shape, ours, theirs, inside, outside, counted)
-    return native.StridedCopy(shape, theirs, ours, outside, inside, counted)
-
-
-class Piece(NamedTuple):
-    """Tokens of a chunk in one page."""
+class _Steps(NamedTuple):
+    """Bytes from one page, slot, head and element to the next in an engine's layer."""
 
     page: int
     slot: int
-    """Slot of the first token in the page."""
-    chunk: int
-    at: int
-    """Index of the first token in the chunk."""
-    tokens: int
+    head: int
+    dim: int
 
 
-class Pages:
-    """Where the pages of equal layers begin. ``layers``: ``[blocks, heads, slots, width]`` each."""
+def _boxes(
+    layers: npt.NDArray[np.int64],
+    steps: _Steps,
+    runs: Runs,
+    slots: int,
+    chunk: Tensor,
+    *,
+    store: bool,
+) -> StridedCopy:
+    """Return the copies of K, or of V: a box per layer and run, with both sides' strides.
 
-    def __init__(self, layers: Sequence[Tensor]) -> None:
-        """Note the addresses; the caller keeps the tensors alive."""
-        first = layers[0]
-        self._item, self._heads = first.element_size(), first.shape[1]
-        self.page_nbytes, self.head_nbytes = (first.stride(axis) * self._item for axis in (0, 1))
-        self._layers = np.array([layer.data_ptr() for layer in layers], dtype=np.int64)[:, None]
-
-    def layers(self, element: int) -> npt.NDArray[np.uint64]:
-        """Return the address of an element of each layer's first page."""
-        return self._layers[:, 0].astype(np.uint64) + np.uint64(element * self._item)
-
-    def copies(
-        self, pieces: Sequence[Piece], chunks: Tensor, half: tuple[int, int, int], *, store: bool
-    ) -> StridedCopy:
-        """Return the copies of ``pieces`` of all layers.
-
-        Args:
-            pieces: the tokens.
-            chunks: ``[chunks, heads, layers, tokens, dim]``.
-            half: of K, or V, in a page: its first element, and the elements from one token and one
-                dim to the next.
-            store: whether to copy into the pages, or out of them.
-        """
-        item, (offset, token, dim) = self._item, half
-        page, slot, chunk, at, tokens = np.array(pieces, dtype=np.int64).T
-        step, head, layer, row, column = (stride * item for stride in chunks.stride())
-        layers = np.arange(chunks.shape[2])[:, None]
-        pages = self._layers + (page * self.page_nbytes + (slot * token + offset) * item)
-        rows = chunks.data_ptr() + layers * layer + (chunk * step + at * row)
-        inside = pages, (self.head_nbytes, token * item, dim * item)
-        outside = rows, (head, row, column)
-        (target, to), (source, from_) = (inside, outside) if store else (outside, inside)
-        shape = self._heads, chunks.shape[4], item
-        return StridedCopy(shape, to, from_, target, source, np.broadcast_to(tokens, rows.shape))
+    Args:
+        layers: the address of each layer's first row.
+        steps: of these layers.
+        runs: the tokens.
+        slots: of a page.
+        chunk: ``[chunks, heads, layers, tokens, dim]``.
+        store: whether to copy into the pages, or out of them.
+    """
+    (first, slot, counts), tokens = runs, max(1, chunk.shape[3])
+    pages = layers[:, None] + (slot // slots * steps.page + slot % slots * steps.slot)
+    of_chunk, head, layer, row, column = (step * chunk.element_size() for step in chunk.stride())
+    rows = chunk.data_ptr() + np.arange(chunk.shape[2])[:, None] * layer
+    rows = rows + (first // tokens * of_chunk + first % tokens * row)
+    inside, outside = (pages, steps[2:0:-1] + steps[3:]), (rows, (head, row, column))
+    (target, to), (source, from_) = (inside, outside) if store else (outside, inside)
+    shape = chunk.shape[1], chunk.shape[4], chunk.element_size()
+    return StridedCopy(shape, to, from_, target, source, np.broadcast_to(counts, rows.shape))
 
 
 _Ids: TypeAlias = Sequence[SupportsIndex]
@@ -164,65 +134,21 @@ def latent_form(block_size: int, width: int) -> PageForm:
     return fused_form(block_size, width, 0)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class _Run:
-    """Layers at equal distances in one allocation, as a single strided tensor."""
-
-    first: int
-    layers: int
-    base: Tensor
-    """The first of these layers: ``[blocks, heads, slots, width]``."""
-    layer_stride: int
-
-    def view(self, page: int, offset: int, *inner: tuple[int, int]) -> Tensor:
-        """Return ``[heads, layers, ...]`` of a page; inner dimensions are (size, stride)."""
-        heads = (self.base.shape[1], self.base.stride(1))
-        sizes, strides = zip(heads, (self.layers, self.layer_stride), *inner, strict=True)
-        start = self.base.storage_offset() + page * self.base.stride(0)
-        return self.base.as_strided(sizes, strides, start + offset)
-
-
-@dataclass(frozen=True, slots=True)
-class _StridedPage:
-    """K or V of a page with element ``d`` of token ``t`` at ``offset + t * token + d * dim``."""
+class _Half(NamedTuple):
+    """K or V of a page: element ``d`` of token ``t`` is at ``offset + t * token + d * dim``."""
 
     offset: int
     token: int
     dim: int
 
-    def move(self, run: _Run, page: int, slot: int, chunk: Tensor, *, store: bool) -> None:
-        tokens, dims = (chunk.shape[2], self.token), (chunk.shape[3], self.dim)
-        pages = run.view(page, self.offset + slot * self.token, tokens, dims)
-        target, source = (pages, chunk) if store else (chunk, pages)
-        # Not copy_: it would wait for helpers on cores that the engine keeps busy.
-        np.copyto(target.numpy(), source.numpy())
 
-
-@dataclass(frozen=True, slots=True, eq=False)
-class _IndexedPage:
-    """K or V of a page with element ``d`` of token ``t`` at ``places[t, d]``."""
-
-    places: Tensor
-    span: int
-
-    def move(self, run: _Run, page: int, slot: int, chunk: Tensor, *, store: bool) -> None:
-        pages = run.view(page, 0, (self.span, 1))  # index_select and indexing are slower by far
-        heads, layers, tokens, _ = chunk.shape
-        places = self.places[slot : slot + tokens].flatten().expand(heads, layers, -1)
-        if store:
-            pages.scatter_(2, places, chunk.reshape(places.shape))
-        else:
-            chunk.copy_(pages.gather(2, places).view(chunk.shape))
-
-
-def _half(index: Tensor, width: int, base: Tensor) -> _StridedPage | _IndexedPage:
-    places = index // width * base.stride(2) + index % width * base.stride(3)
+def _half(places: npt.NDArray[np.int64]) -> _Half | None:
+    """Return the strides of the elements at ``places[t, d]`` of a page; None if there are none."""
     offset = int(places[0, 0])
     token, dim = int(places[:2, 0][-1]) - offset, int(places[0, :2][-1]) - offset
-    steps = torch.arange(len(places))[:, None] * token + torch.arange(places.shape[1]) * dim
-    if token >= 0 and dim >= 0 and torch.equal(places, offset + steps):
-        return _StridedPage(offset, token, dim)
-    return _IndexedPage(places, int(places.max()) + 1)
+    steps = np.arange(len(places))[:, None] * token + np.arange(places.shape[1]) * dim
+    strided = token >= 0 and dim >= 0 and np.array_equal(places, offset + steps)
+    return _Half(offset, token, dim) if strided else None
 
 
 class PagedKV:
@@ -254,17 +180,19 @@ class PagedKV:
         layers = [cache.detach().view(self._integer) for cache in caches]
         if layers[0].dim() == 3:
             layers = [layer.unsqueeze(1) for layer in layers]
-        self._pages = Pages(layers)
-        self._runs = tuple(_Run(at, count, layers[at], step) for at, count, step in spans(layers))
-        self._shape = (layers[0].shape[1], len(layers))
-        self._halves = tuple(
-            _half(index, form.width, layers[0]) if index.shape[1] else None
+        first, item = layers[0], self._integer.itemsize
+        self._layers, self._item = layers, item
+        self._addresses = np.array([layer.data_ptr() for layer in layers], dtype=np.int64)
+        self._page_nbytes, self._head_nbytes = first.stride(0) * item, first.stride(1) * item
+        self._places = [
+            (index // form.width * first.stride(2) + index % form.width * first.stride(3)).numpy()
             for index in (form.k_index, form.v_index)
-        )
-        self._strided = not any(isinstance(half, _IndexedPage) for half in self._halves)
+        ]
+        """Of K and V: which element of a page holds each."""
+        self._halves = [_half(one) if one.size else None for one in self._places]
         self._dims = (form.k_index.shape[1], form.v_index.shape[1])
         self._block_size, self._slots = block_size, form.block_size
-        self._blocks = layers[0].shape[0] * form.block_size // block_size
+        self._blocks = first.shape[0] * form.block_size // block_size
 
     def gather(
         self, block_ids: _Ids, token_start: int, n_tokens: int, k_out: Tensor, v_out: Tensor | None
@@ -278,7 +206,8 @@ class PagedKV:
         Raises:
             InputError: The arguments do not fit; nothing was copied.
         """
-        self._move(block_ids, token_start, n_tokens, (k_out, v_out), store=False)
+        chunks = (k_out[None], None if v_out is None else v_out[None])
+        self._move(block_ids, token_start, n_tokens, 0, chunks, store=False)
 
     def scatter(
         self, block_ids: _Ids, token_start: int, n_tokens: int, k_in: Tensor, v_in: Tensor | None
@@ -287,7 +216,8 @@ class PagedKV:
 
         Tokens outside the range keep their bytes, also those in the same block.
         """
-        self._move(block_ids, token_start, n_tokens, (k_in, v_in), store=True)
+        chunks = (k_in[None], None if v_in is None else v_in[None])
+        self._move(block_ids, token_start, n_tokens, 0, chunks, store=True)
 
     def scatter_chunks(
         self, block_ids: _Ids, token_start: int, n_tokens: int, skip: int,
@@ -298,28 +228,22 @@ class PagedKV:
         ``k_in`` and ``v_in`` are ``[chunks, heads, layers, chunk_tokens, dim]``; token
         ``token_start`` follows ``skip`` other tokens of the first chunk. Otherwise as `scatter`.
         """
-        size, chunks = k_in.shape[3], (k_in, v_in)
-        if not 0 <= skip <= skip + n_tokens <= len(k_in) * size:
-            raise InputError(f"{n_tokens} tokens after {skip} are not in {tuple(k_in.shape)}")
-        for chunk, dim in zip(chunks, self._dims, strict=True):
-            self._check(chunk, len(k_in), *self._shape, size, dim)
-        self._copy(list(self._pieces(block_ids, token_start, n_tokens, skip, size)), chunks)
+        self._move(block_ids, token_start, n_tokens, skip, (k_in, v_in), store=True)
 
     def memory(self, chunk_tokens: int, chunks: int) -> MemoryMap | None:
         """Return a map of ``chunks`` chunk slots in these pages, which :meth:`aim` aims.
 
         None if elements have no fixed strides, and C cannot write to them.
         """
-        halves = [half for half in self._halves if half is not None]
-        strided = [half for half in halves if isinstance(half, _StridedPage)]
-        item, tokens = self._integer.itemsize, math.gcd(chunk_tokens, self._slots)
-        if len(strided) < len(halves):
-            return None
         dims = [dim for dim in self._dims if dim]
+        strided = [half for half in self._halves if half is not None]
+        item, tokens = self._item, math.gcd(chunk_tokens, self._slots)
+        if len(strided) < len(dims):
+            return None
         offsets = np.full(chunks * (chunk_tokens // tokens), NOWHERE, dtype=np.uint64)
         return MemoryMap(
-            base=tuple(self._pages.layers(half.offset) for half in strided),
-            head_stride=(self._pages.head_nbytes,) * len(strided),
+            base=tuple((self._addresses + half.offset * item).view(np.uint64) for half in strided),
+            head_stride=(self._head_nbytes,) * len(strided),
             segment_offset=tuple(offsets.copy() for _ in strided),
             segment_tokens=tokens,
             owner=self,
@@ -344,73 +268,80 @@ class PagedKV:
         size, spread = memory.segment_tokens, memory.spread
         if (token_start | skip) % size or n_tokens % size or spread is None:
             return False
-        ids = [int(block) for block in block_ids]
-        at = np.arange(token_start, token_start + n_tokens, size)
-        if token_start < 0 or token_start + n_tokens > len(ids) * self._block_size:
-            raise InputError(
-                f"{n_tokens} tokens from {token_start} on need more than {len(ids)} blocks"
-            )
-        blocks = np.array(ids, dtype=np.int64)[at // self._block_size]
-        if len(blocks) and not 0 <= blocks.min() <= blocks.max() < self._blocks:
-            raise InputError(f"block ids {ids} are not all among {self._blocks} blocks")
-        pages, slots = np.divmod(blocks * self._block_size + at % self._block_size, self._slots)
+        wanted = self._slots_of(block_ids, token_start, n_tokens)[::size]
+        pages, slots = np.divmod(wanted, self._slots)
         first = skip // size
         for offsets, token in zip(memory.segment_offset, spread.token, strict=False):
             offsets[:] = NOWHERE
-            offsets[first : first + len(at)] = pages * self._pages.page_nbytes + slots * token
+            offsets[first : first + len(wanted)] = pages * self._page_nbytes + slots * token
         return True
 
-    def _move(self, ids: _Ids, start: int, count: int, chunks: _Chunks, *, store: bool) -> None:
-        pieces = list(self._pieces(ids, start, count, 0, count))
-        for chunk, dim in zip(chunks, self._dims, strict=True):
-            self._check(chunk, *self._shape, count, dim)
-        k, v = (chunk if chunk is None else chunk.unsqueeze(0) for chunk in chunks)
-        self._copy(pieces, (k, v), store=store)
+    def _slots_of(self, ids: _Ids, start: int, count: int) -> npt.NDArray[np.int64]:
+        """Return the slots of a request's tokens. Raises InputError."""
+        slots: npt.NDArray[np.int64]
+        slots = slots_of(ids, self._block_size, start, start + count).numpy()
+        if count and slots.max() >= self._blocks * self._block_size:
+            raise InputError(f"block ids {list(ids)} are not all among {self._blocks} blocks")
+        return slots
 
-    def _copy(self, pieces: Sequence[Piece], chunks: _Chunks, *, store: bool = True) -> None:
-        """Copy pieces of chunks ``[chunks, heads, layers, tokens, dim]``, if possible in C."""
-        copies = self._copies(pieces, chunks, store=store) if pieces and self._strided else []
-        if copies:
-            native.copy_strided(copies)
+    def _move(
+        self, ids: _Ids, start: int, count: int, skip: int, chunks: _Chunks, *, store: bool
+    ) -> None:
+        """Copy tokens from or to ``chunks``, where the first follows ``skip`` others."""
+        k = chunks[0]
+        number, tokens = (len(k), k.shape[3]) if k is not None and k.dim() == 5 else (0, 0)
+        for chunk, dim in zip(chunks, self._dims, strict=True):
+            shape = (number, self._layers[0].shape[1], len(self._layers), tokens, dim)
+            self._check(chunk, shape)
+        if not 0 <= skip <= skip + count <= number * tokens:
+            raise InputError(f"{count} tokens after {skip} are not in {number} of {tokens}")
+        slots = np.full((number, tokens), -1, dtype=np.int64)
+        slots.reshape(-1)[skip : skip + count] = self._slots_of(ids, start, count)
+        if not count:
             return
+        copies, runs = [], moves.runs(slots, self._slots)
+        for chunk, half, places in zip(chunks, self._halves, self._places, strict=True):
+            if chunk is None or not places.size:
+                continue
+            rows = chunk.detach().view(self._integer)
+            if half is None:
+                self._move_each(places, slots, rows, store=store)
+                continue
+            first = self._addresses + half.offset * self._item
+            token, dim = half.token * self._item, half.dim * self._item
+            steps = _Steps(self._page_nbytes, token, self._head_nbytes, dim)
+            copies.append(_boxes(first, steps, runs, self._slots, rows, store=store))
+        native.copy_strided(copies)
+
+    def _move_each(
+        self,
+        places: npt.NDArray[np.int64],
+        slots: npt.NDArray[np.int64],
+        rows: Tensor,
+        *,
+        store: bool,
+    ) -> None:
+        """Copy K or V whose elements have no strides, one by one."""
+        first = self._layers[0]
+        heads = first.shape[1]
         # vLLM may have made its caches in inference mode, the only mode that can write them then.
         with torch.inference_mode():
-            for chunk, half in zip(chunks, self._halves, strict=True):
-                if chunk is None or half is None:
-                    continue
-                rows = chunk.detach().view(self._integer)
-                for page, slot, number, at, size in pieces:
-                    for run in self._runs:
-                        part = rows[number].narrow(1, run.first, run.layers).narrow(2, at, size)
-                        half.move(run, page, slot, part, store=store)
+            for chunk, some in zip(rows, slots, strict=True):
+                (at,) = np.nonzero(some >= 0)  # neighbours
+                page, slot = np.divmod(some[at], self._slots)
+                each = torch.from_numpy(page[:, None] * first.stride(0) + places[slot])
+                index = each.flatten().expand(heads, -1)
+                size = int(each.max()) + 1 if len(at) else 0
+                for layer, tensor in enumerate(self._layers if size else ()):
+                    elements = tensor.as_strided((heads, size), (first.stride(1), 1))
+                    side = chunk[:, layer, at[0] : at[-1] + 1]
+                    if store:  # indexing and index_select are slower by far
+                        elements.scatter_(1, index, side.reshape(heads, -1))
+                    else:
+                        side.copy_(elements.gather(1, index).view(side.shape))
 
-    def _copies(
-        self, pieces: Sequence[Piece], chunks: _Chunks, *, store: bool
-    ) -> list[StridedCopy]:
-        return [
-            self._pages.copies(pieces, chunk, (half.offset, half.token, half.dim), store=store)
-            for chunk, half in zip(chunks, self._halves, strict=True)
-            if chunk is not None and isinstance(half, _StridedPage)
-        ]
-
-    def _pieces(self, ids: _Ids, start: int, count: int, skip: int, size: int) -> Iterator[Piece]:
-        held = len(ids) * self._block_size
-        if start < 0 or count < 0 or start + count > held:
-            raise InputError(f"tokens {start}..{start + count} are not in a table of {held} tokens")
-        done = 0
-        while done < count:
-            block, token = divmod(start + done, self._block_size)
-            block_id = int(ids[block])
-            if not 0 <= block_id < self._blocks:
-                raise InputError(f"block id {block_id} is not one of {self._blocks} blocks")
-            page, slot = divmod(block_id * self._block_size + token, self._slots)
-            chunk, at = divmod(skip + done, size)
-            tokens = min(count - done, self._slots - slot, size - at)
-            yield Piece(page, slot, chunk, at, tokens)
-            done += tokens
-
-    def _check(self, chunk: Tensor | None, *shape: int) -> None:
-        wanted = (shape, self._integer.itemsize, "cpu")
+    def _check(self, chunk: Tensor | None, shape: tuple[int, ...]) -> None:
+        wanted = (shape, self._item, "cpu")
         found = chunk is not None and (tuple(chunk.shape), chunk.element_size(), chunk.device.type)
         if shape[-1] and found != wanted:
             raise LayoutError(

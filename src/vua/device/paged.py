@@ -218,28 +218,6 @@ class PagedCache:
         return cls(arrays, replace(k, arrays=(*k.arrays, *v.arrays)))
 
 
-def spans(layers: Sequence[Tensor]) -> tuple[tuple[int, int, int], ...]:
-    """Join neighbouring layers at equal distances in one allocation.
-
-    Returns (first layer, layers, elements from one to the next), in order.
-    """
-    found: list[tuple[int, int, int]] = []
-    for number, layer in enumerate(layers):
-        step = 0
-        if number and _storage(layers[number - 1]) == _storage(layer):
-            step = int(layer.storage_offset()) - int(layers[number - 1].storage_offset())
-        first, count, stride = found[-1] if found else (0, 0, 0)
-        if step > 0 and stride in (0, step):
-            found[-1] = (first, count + 1, step)
-        else:
-            found.append((number, 1, 0))
-    return tuple(found)
-
-
-def _storage(tensor: Tensor) -> int:
-    return tensor.untyped_storage().data_ptr()
-
-
 def _alike(tensors: Sequence[Tensor], axes: str, k_dim: int | None) -> PagedLayout:
     found = {(tuple(t.shape), t.stride(), t.dtype, t.device) for t in tensors}
     if len(found) != 1:

@@ -18,7 +18,6 @@ from helpers import has_native, native_code
 from vua import native
 from vua.connector.cache_spec import UncachedError
 from vua.device.cpu_pages import PagedKV, PageForm, fused_form, latent_form
-from vua.device.paged import spans
 from vua.errors import InputError, LayoutError
 from vua.vllm.page_layout import learn_cpu_form
 
@@ -183,21 +182,13 @@ class MoveTest(PagedTestCase):
     def test_layers_at_any_distance(self) -> None:
         """Layers may lie in any order, at uneven distances, and in allocations of their own."""
         form = column_form(16, 8)
-        for chosen, runs in (
-            ([0, 1, 2, 3, 4], 1),
-            ([0, 2, 4], 1),
-            ([0, 1, 3, 4], 2),
-            ([4, 3, 2, 1, 0], 5),
-            ([0, 3], 1),
-        ):
+        for chosen in ([0, 1, 2, 3, 4], [0, 2, 4], [0, 1, 3, 4], [4, 3, 2, 1, 0], [0, 3]):
             with self.subTest(layers=chosen):
                 memory = caches("LBHNC", form, torch.bfloat16)
                 layers = [memory[number] for number in chosen]
-                self.assertEqual(runs, len(spans(layers)))
                 self.assert_moves(layers, memory, form, block_size=16, tokens=(5, 40))
         memory = caches("LBHNC", form, torch.bfloat16)
         alone = [layer.clone() for layer in memory]
-        self.assertEqual(LAYERS, len(spans(alone)))
         k, v = torch.zeros(2, HEADS, LAYERS, 40, 8, dtype=torch.bfloat16)
         PagedKV(alone, form, 16).gather([3, 9, 1], 5, 40, k, v)
         wanted = torch.zeros(2, HEADS, LAYERS, 40, 8, dtype=torch.bfloat16)
