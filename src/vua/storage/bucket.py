@@ -14,9 +14,7 @@ from __future__ import annotations
 import errno
 import os
 import secrets
-import stat
 import threading
-import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
@@ -99,12 +97,6 @@ _PAGE: Final = 1000
 _WAYS: Final = ((False, True), (True, True), (False, False), (True, False))
 """Ways of a PUT to S3: with a checksum in a header, as buckets with object lock ask for; with a
 condition, which some servers refuse. The first that a server accepts is used from then on."""
-_LISTED_AGAIN_S: Final = (1.0, 2.0, 4.0)
-"""Pauses before a listing continues after a failed request: a command may list for an hour."""
-_PASSING: Final = (errno.EIO, errno.EHOSTDOWN)
-"""Errors of a server that may answer later."""
-_TRIED: Final = 16
-"""Give up deleting one by one when all of the first 16 were refused."""
 _ASIDE: Final = ".tmp-"
 """Name prefix of an object that is being renewed; also of files that are being written."""
 
@@ -249,75 +241,28 @@ class Bucket:
     def walk(self, prefix: str = "") -> Iterator[Meta]:
         """Yield all objects whose key begins with the folder ``prefix``, in order of their keys.
 
-        A listing that has begun survives some failed requests. Raises StorageError, also for a key
-        that is not a path, such as ``a//b``, which another tool has written.
+        Raises StorageError, also for a key that is not a path, such as ``a//b``, which another tool
+        has written.
         """
-        if self.scheme == "file":
-            yield from self._walk_files(prefix)
-            return
-        last, pauses = "", iter(_LISTED_AGAIN_S)
-        while True:
-            try:
-                for page in self._pages(prefix, last):
-                    yield from page
-                    last, pauses = page[-1].key, iter(_LISTED_AGAIN_S)
-            except StorageError as problem:
-                pause_s = next(pauses, 0.0)
-                if problem.errno not in _PASSING or not (last and pause_s):
-                    raise
-                time.sleep(pause_s)
-            else:
-                return
-
-    def _pages(self, prefix: str, after: str) -> Iterator[list[Meta]]:
-        """Yield the objects whose keys follow ``after`` by pages. Raises StorageError."""
-        more: dict[str, Any] = {"offset": after} if after else {}
         batches: Iterator[Any] | None = None
         while True:
             with self._request("list", prefix):
                 batches = batches or self._library.list(
-                    self._reads, prefix or None, chunk_size=_PAGE, **more
+                    self._reads, prefix or None, chunk_size=_PAGE
                 )
                 batch = next(batches, None)
             if not batch:
                 return
-            yield [_meta(one) for one in batch]
-
-    def _walk_files(self, prefix: str) -> Iterator[Meta]:
-        root = urlsplit(self.url).path
-        for folder, _, names in os.walk(os.path.join(root, prefix)):
-            for name in names:
-                path = os.path.join(folder, name)
-                with suppress(OSError):
-                    status = os.lstat(path)
-                    if stat.S_ISREG(status.st_mode):
-                        key = shown(os.path.relpath(path, root))
-                        yield Meta(key, status.st_size, status.st_mtime, b"")
+            yield from map(_meta, batch)
 
     def folders(self, prefix: str = "") -> tuple[Sequence[str], Sequence[Meta]]:
         """Return the folders directly below a folder, and the objects.
 
         Raises StorageError, also for odd keys as :meth:`walk` does.
         """
-        if self.scheme == "file":
-            return self._folders_of_files(prefix)
         with self._request("list", prefix):
             found = self._library.list_with_delimiter(self._reads, prefix or None)
         return list(found["common_prefixes"]), [_meta(one) for one in found["objects"]]
-
-    def _folders_of_files(self, prefix: str) -> tuple[Sequence[str], Sequence[Meta]]:
-        root = urlsplit(self.url).path
-        folders: list[str] = []
-        metas: list[Meta] = []
-        with self._request("list", prefix), suppress(FileNotFoundError, NotADirectoryError):
-            for one in os.scandir(os.path.join(root, prefix)):
-                key = shown(os.path.relpath(one.path, root))
-                if one.is_dir(follow_symlinks=False):
-                    folders.append(key)
-                elif one.is_file(follow_symlinks=False):
-                    status = one.stat(follow_symlinks=False)
-                    metas.append(Meta(key, status.st_size, status.st_mtime, b""))
-        return sorted(folders), sorted(metas)
 
     def renew(self, key: str) -> None:
         """Set an object's time to now: the server copies it aside and back.
@@ -375,10 +320,7 @@ class Bucket:
         return []
 
     def _delete_singly(self, keys: list[str]) -> list[tuple[str, Exception]]:
-        """Delete objects by one request each; return the remaining ones with reasons.
-
-        Raises the client's exception if none of the first can be deleted.
-        """
+        """Delete objects by one request each; return the remaining ones with reasons."""
         more = {"disable_bulk_delete": True} if self.scheme == "s3" else {}
         store = self._client.remade(**more)
 
@@ -392,15 +334,11 @@ class Bucket:
                 return cast("Exception", problem)
             return None
 
-        found = [delete(key) for key in keys[:_TRIED]]
-        for problem in found[:1]:
-            if problem is not None and all(found):
-                raise problem
-        found += self.each(delete, keys[_TRIED:], small=True)
+        found = self.each(delete, keys, small=True)
         return [(key, problem) for key, problem in zip(keys, found, strict=True) if problem]
 
     @contextmanager
-    def _request(self, kind: str, key: str, *, counted: bool = True) -> Iterator[None]:
+    def _request(self, kind: str, key: str) -> Iterator[None]:
         where = f"{self.url}/{key}".rstrip("/")
         if _runtime.is_forked:
             msg = f"{where}: this process was forked from one that had used a bucket; start it anew"
@@ -411,8 +349,7 @@ class Bucket:
             raise StorageError(errno.EHOSTDOWN, msg)
         _runtime.is_used = True
         errors = self._library.exceptions
-        if counted:
-            self._count(kind)
+        self._count(kind)
         try:
             yield
         except FileNotFoundError:
@@ -493,8 +430,3 @@ _runtime: Final = _Runtime()
 def _meta(found: Mapping[str, Any]) -> Meta:
     modified: datetime = found["last_modified"]
     return Meta(found["path"], found["size"], modified.timestamp(), (found["e_tag"] or "").encode())
-
-
-def shown(path: str) -> str:
-    """Return the key of a file, whose name may be any bytes."""
-    return os.fsencode(path).decode(errors="backslashreplace")

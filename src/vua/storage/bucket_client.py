@@ -32,7 +32,6 @@ from vua.errors import ConfigError, NotWritableError, StorageError, StorageFullE
 _CODE: Final = re.compile(r"(?:<Code>|\(code: )(\w{1,60})[<)]")
 """In an answer, and in obstore's message about one of many deletions."""
 _STATUS: Final = re.compile(r"\b([345]\d\d) [A-Z][A-Za-z ]{2,40}")
-_REGION: Final = re.compile(r"<Region>([a-z0-9-]{1,40})</Region>")
 _LENT_TEXT: Final = re.compile(
     r"External \w+ credential provider: \w+: (?:\[Errno \d+\] )?([^\n]{1,500})"
 )
@@ -72,16 +71,13 @@ _REMEDIES: Final = (
     (
         "AuthorizationHeaderMalformed|IllegalLocation|[Rr]edirect|InvalidRegion",
         errno.EACCES,
-        "the bucket is in another region{region}: check AWS_REGION, and AWS_ENDPOINT_URL",
+        "the bucket is in another region: check AWS_REGION, and AWS_ENDPOINT_URL",
     ),
     ("Skewed", errno.EACCES, "the clock of this machine is wrong: set it"),
     ("NoSuchBucket", errno.ENOENT, "no such bucket: check the bucket and the endpoint"),
     ("^507|Quota|Insufficient ?Storage", errno.ENOSPC, "no room"),
     ("^404|^error decoding", errno.EIO, "not an object store: check the endpoint"),
-)
-"""What a summary says (the whole message names the object, too), and what to do; the first that
-fits."""
-_UNANSWERED: Final = (
+    ("PanicException", errno.EIO, "the client panicked: check the credential, region and endpoint"),
     ("InvalidContentType", errno.EIO, "it does not speak TLS: is it http:// and not https://?"),
     (
         "[Cc]ertificate|UnknownIssuer|NotValidForName",
@@ -91,7 +87,8 @@ _UNANSWERED: Final = (
     ("ConnectionRefused", errno.EIO, "connection refused: no server listens there"),
     ("error sending request", errno.EIO, "check AWS_ENDPOINT_URL and the network"),
 )
-"""The same for obstore's message where no answer came."""
+"""What a failure says, and what to do; the first that fits. Of an answer only its status and code
+are searched: the rest names the object, too."""
 _ASKED_AGAIN: Final = frozenset((400, 405, 411, 501))
 """Statuses by which servers refuse what they do not know, or want with more headers."""
 
@@ -117,23 +114,15 @@ def explained(
     if _METADATA.search(message):
         advice = f"no credentials found ({text}, asking for {identity}); {_KEYS}"
         return StorageError(errno.EACCES, f"{where}: {advice}")
-    if is_panic(problem):
-        advice = (
-            "a credential, the region or the endpoint holds what it may not: check the settings"
-        )
-        return StorageError(errno.EIO, f"{where}: the client panicked; {advice}")
-    rows = [(text, *row) for row in _REMEDIES]
-    if status_of(problem) is None and not _CODE.search(message):
-        rows = [(message, *row) for row in _UNANSWERED] + rows
-    fits = ((code, advice) for told, what, code, advice in rows if re.search(what, told))
+    is_answer = status_of(problem) is not None or _CODE.search(message) is not None
+    told = text if is_answer else f"{text}\n{message}"
+    fits = ((code, advice) for what, code, advice in _REMEDIES if re.search(what, told))
     code, advice = next(fits, (errno.EIO, ""))
     if not advice and (type(problem).__name__ in _REFUSED or status_of(problem) == 403):
         code = errno.EACCES
         advice = f"no reason is given: check these credentials and their rights, or {_KEYS}"
     if code == errno.EACCES:
         text = f"refused{who} ({text})"
-    region = _REGION.search(message)
-    advice = advice.format(region=f" ({region[1]})" if region else "")
     error = StorageFullError if code == errno.ENOSPC else StorageError
     return error(code, f"{where}: {text}; {advice}" if advice else f"{where}: {text}")
 
@@ -200,6 +189,7 @@ _WRITE_TIMEOUTS: Final = {"connect_timeout": "2s", "timeout": "30s"}
 """For requests that send: nothing comes back while a body is in flight."""
 
 _ENDPOINTS: Final = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT")
+_AZURE_ENDPOINTS: Final = ("AZURE_STORAGE_ENDPOINT", "AZURE_ENDPOINT")
 _REGIONS: Final = ("AWS_REGION", "AWS_DEFAULT_REGION")
 _SECRETS: Final = (
     "AWS_ACCESS_KEY_ID",
@@ -219,7 +209,20 @@ _LENT: Final = timedelta(minutes=10)
 """How long botocore's credentials count as valid: it renews them that long before they expire.
 obstore asks again at half of it."""
 _GCS_KINDS: Final = ("service_account", "authorized_user")
-_SEGMENT: Final = re.compile(r"[^\x00-\x1f\x7f]+")
+_URL: Final = re.compile(
+    r"(?:s3|gs|az)://[A-Za-z0-9$][A-Za-z0-9._$-]{1,254}"
+    r"(?:/(?!\.{1,2}(?:/|$))[^\x00-\x1f\x7f/]+)*"
+)
+_ADDRESS: Final = (
+    r"https?://(?:[\w.-]+|\[[0-9a-fA-F:.]+\])(?::(?!0)(?:\d{1,4}|[1-5]\d{4}|6[0-5]\d{3}))?"
+    r"(?:/[^\s?#@]*)?"
+)
+_FORMS: Final = (
+    (_SECRETS, r"[\x21-\x7e]+", "a value without spaces and line breaks, or no such variable"),
+    (_REGIONS, r"[A-Za-z0-9_-]+", "a region like us-east-1"),
+    ((*_ENDPOINTS, *_AZURE_ENDPOINTS), _ADDRESS, "http://HOST:PORT or https://HOST"),
+)
+"""Variables, and what they must be: of others obstore panics, or fails at each request."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -264,15 +267,21 @@ def make_client(url: str) -> Client:
         except (library().exceptions.BaseError, OSError, ValueError) as problem:
             raise ConfigError(f"{url} cannot be used: {summary_of(problem)}") from None
         return Client(store, store, lambda **_: store, "", "")
-    _judge_url(url, parts.netloc, parts.path)
-    for name in _SECRETS:
-        _judge_secret(url, name)
+    if not _URL.fullmatch(url):
+        msg = f"{url}: expected s3://BUCKET/PREFIX, with no empty part and no . or .. in it"
+        raise ConfigError(msg)
+    for names, form, expected in _FORMS:
+        for name in names:
+            _check(url, name, os.environ.get(name), form, expected)
     found = {"s3": _s3, "gs": _gs, "az": _az}[parts.scheme](url)
-    more = {"retry_config": _RETRY, **_signing(parts.scheme), **found.options}
+    more = {"retry_config": _RETRY, **found.options}
+    common: dict[str, Any] = {"allow_http": _is_on("AWS_ALLOW_HTTP")}
+    with suppress(OSError):
+        common["root_certificate"] = Path(os.environ.get("AWS_CA_BUNDLE", "")).read_bytes()
 
     def make(timeouts: Mapping[str, str], **options: Any) -> Any:
         try:
-            return from_url(url, client_options=_client(timeouts), **more, **options)
+            return from_url(url, client_options={**timeouts, **common}, **more, **options)
         except BaseException as problem:
             if not isinstance(problem, Exception) and not is_panic(problem):
                 raise
@@ -301,28 +310,14 @@ def _named(names: tuple[str, ...]) -> tuple[str, str] | None:
     return next(((name, os.environ[name]) for name in names if name in os.environ), None)
 
 
-def _judge_url(url: str, bucket: str, path: str) -> None:
-    if not re.fullmatch(r"[A-Za-z0-9$][A-Za-z0-9._$-]{1,254}", bucket):
-        raise ConfigError(f"{url}: {bucket!r} cannot be a bucket's name; give s3://BUCKET/PREFIX")
-    for segment in path.strip("/").split("/") if path.strip("/") else ():
-        if segment in (".", "..") or not _SEGMENT.fullmatch(segment):
-            raise ConfigError(
-                f"{url}: a prefix cannot have the part {segment!r}; take one of letters, digits, "
-                "dots and dashes between single slashes"
-            )
+def _is_on(name: str) -> bool:
+    return os.environ.get(name, "").lower() in ("1", "true")
 
 
-def _judge_secret(url: str, name: str) -> None:
-    value = os.environ.get(name)
-    if value is None:
-        return
-    if not value:
-        raise ConfigError(f"{url}: {name} is empty; set it, or unset it")
-    if not re.fullmatch(r"[\x21-\x7e]+", value):
-        raise ConfigError(
-            f"{url}: {name} holds a space, a line break or a character that no header may have; "
-            "set it to the value alone (a file read by $(cat FILE) loses its last line break)"
-        )
+def _check(url: str, name: str, value: str | None, form: str, expected: str) -> None:
+    """Raise ConfigError if a setting has another form; it may be a secret."""
+    if value is not None and not re.fullmatch(form, value):
+        raise ConfigError(f"{url}: {name} is not as expected: {expected}")
 
 
 # -- S3 -----------------------------------------------------------------------------------------
@@ -334,30 +329,25 @@ def _s3(url: str) -> _Settings:
     if len(keys) == 1:
         (missing,) = set(_SECRETS[:2]) - set(keys)
         raise ConfigError(f"{url}: {keys[0]} is set and {missing} is not; set both")
-    if region := _named(_REGIONS):
-        _judge_region(url, *region)
-    options: dict[str, Any] = {}
-    identity = _own_identity()
-    session = None if keys or _is_unsigned() else _session(url)
+    # Bodies stay out of signatures: hashing them takes half of a save's CPU time.
+    options: dict[str, Any] = {"unsigned_payload": True}
+    if "AWS_UNSIGNED_PAYLOAD" in os.environ:
+        options = {}
+    identity, is_unsigned = _own_identity(), _is_on("AWS_SKIP_SIGNATURE")
+    session = None if keys or is_unsigned else _session(url)
     if session is not None:
-        identity, options = _from_session(url, session, identity)
-        if "region" in options and not region:
-            _judge_region(url, "the profile's region", options["region"])
-    endpoint = _named(_ENDPOINTS) or ("the profile's endpoint_url", options.get("endpoint"))
-    if endpoint[1] is not None:
-        _judge_endpoint(url, endpoint[0], endpoint[1])
+        identity, found = _from_session(url, session, identity)
+        options |= found
+    if endpoint := _named(_ENDPOINTS):
         options["endpoint"] = endpoint[1]  # obstore does not know all of these variables
-    where = endpoint[1] or f"AWS S3 in {(region or ('', options.get('region') or 'us-east-1'))[1]}"
+    region = (_named(_REGIONS) or ("", options.get("region") or "us-east-1"))[1]
+    where = options.get("endpoint") or f"AWS S3 in {region}"
     advice = "set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, AWS_REGION, and AWS_ENDPOINT_URL"
     return _Settings(options, where, identity, f"{advice} for a server of your own")
 
 
-def _is_unsigned() -> bool:
-    return os.environ.get("AWS_SKIP_SIGNATURE", "").lower() in ("1", "true")
-
-
 def _own_identity() -> str:
-    if _is_unsigned():
+    if _is_on("AWS_SKIP_SIGNATURE"):
         return "no credentials (AWS_SKIP_SIGNATURE)"
     for name, text in (
         ("AWS_ACCESS_KEY_ID", "the access key in AWS_ACCESS_KEY_ID"),
@@ -368,28 +358,6 @@ def _own_identity() -> str:
         if name in os.environ:
             return text
     return "the instance's role"
-
-
-def _judge_region(url: str, name: str, region: str) -> None:
-    if not re.fullmatch(r"[A-Za-z0-9_-]+", region):
-        msg = f"{url}: {name} is {region!r}, which is not a region; use one like us-east-1"
-        raise ConfigError(msg)
-
-
-def _judge_endpoint(url: str, name: str, endpoint: str) -> None:
-    """Raise ConfigError if an endpoint is not a server's address."""
-    wanted = "expected http://HOST:PORT or https://HOST"
-    if re.search(r"[\s\x00-\x1f\x7f]", endpoint):
-        raise ConfigError(f"{url}: {name} holds a space or a line break; {wanted}")
-    try:
-        parts = urlsplit(endpoint)
-        host, port = parts.hostname, parts.port
-    except ValueError as problem:
-        raise ConfigError(f"{url}: {name} has a wrong host or port ({problem}); {wanted}") from None
-    if parts.username or parts.password or parts.query or parts.fragment:
-        raise ConfigError(f"{url}: {name} holds more than an address; {wanted}")
-    if parts.scheme not in ("http", "https") or not host or port == 0:
-        raise ConfigError(f"{url}: {name} is {endpoint!r}; {wanted}")
 
 
 def _session(url: str) -> Any | None:
@@ -433,6 +401,8 @@ def _from_session(url: str, session: Any, identity: str) -> tuple[str, dict[str,
                 options["endpoint"] = found
     except (errors.BotoCoreError, errors.ClientError, OSError, ValueError) as problem:
         raise ConfigError(f"{url}: {where} cannot be used: {problem}") from None
+    for (_, form, expected), name in zip(_FORMS[1:], ("region", "endpoint"), strict=True):
+        _check(url, f"{name} of {where}", options.get(name), form, expected)
     if credentials is None:
         if profile:
             msg = f"{url}: {where} has no credentials; run `aws configure` or `aws sso login`"
@@ -492,9 +462,8 @@ def _gs(url: str) -> _Settings:
 
 
 def _az(url: str) -> _Settings:
-    endpoint = _named(("AZURE_STORAGE_ENDPOINT", "AZURE_ENDPOINT"))
-    if endpoint:
-        _judge_endpoint(url, *endpoint)
+    del url
+    endpoint = _named(_AZURE_ENDPOINTS)
     account = os.environ.get("AZURE_STORAGE_ACCOUNT_NAME", "")
     where = endpoint[1] if endpoint else f"Azure Storage, account {account!r}"
     keys = ("AZURE_STORAGE_ACCOUNT_KEY", "AZURE_STORAGE_SAS_TOKEN", "AZURE_CLIENT_SECRET",
@@ -503,34 +472,3 @@ def _az(url: str) -> _Settings:
     identity = found[0] if found else "the machine's managed identity"
     advice = "set AZURE_STORAGE_ACCOUNT_NAME, and AZURE_STORAGE_ACCOUNT_KEY or an identity"
     return _Settings({}, where, identity, advice)
-
-
-# -- all ----------------------------------------------------------------------------------------
-
-
-def allows_http() -> bool:
-    return os.environ.get("AWS_ALLOW_HTTP", "").lower() in ("1", "true")
-
-
-def _signing(scheme: str) -> dict[str, object]:
-    """Leave bodies out of S3's signatures: hashing them takes half of a save's CPU time.
-
-    Readers verify them. ``AWS_UNSIGNED_PAYLOAD`` overrides this.
-    """
-    if scheme != "s3" or "AWS_UNSIGNED_PAYLOAD" in os.environ:
-        return {}
-    return {"unsigned_payload": True}
-
-
-def bundle() -> str | None:
-    """Return the environment's file of certificates to trust, if any."""
-    named = os.environ.get("AWS_CA_BUNDLE")
-    return named if named and os.path.isfile(named) else None
-
-
-def _client(timeouts: Mapping[str, str]) -> dict[str, object]:
-    options: dict[str, object] = {**timeouts, "allow_http": allows_http()}
-    if file := bundle():
-        with suppress(OSError), open(file, "rb") as stream:
-            options["root_certificate"] = stream.read()
-    return options

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import time
 from contextlib import suppress
 from pathlib import Path
@@ -189,17 +188,3 @@ class OddKeysTest(DirectoryTest):
             s3.delete_object(Bucket="vua", Key=odd)
         self.assertEqual(0, run("verify", self.url)[0])
         self.assertEqual(0, run("rm", self.url, "--all", "--yes")[0])
-
-
-class OddFilesTest(DirectoryTest):
-    """Files with odd names in a place that is a directory."""
-
-    def test_listed(self) -> None:
-        """Any bytes are a name there."""
-        url = f"file://{self.root}/kv"
-        put(url)
-        for name in (b"a\x01b", b"a\nb", b"\xff\xfe", b"a\\b", b"%2F"):
-            Path(os.fsdecode(os.fsencode(self.root / "kv") + b"/" + name)).write_bytes(b"1")
-        for words in (["ls"], ["du"], ["verify"], ["gc", "--max-bytes", "1G"]):
-            self.assertEqual(0, run(words[0], url, *words[1:])[0], words)
-        self.assertEqual(5, run_json("du", url)[1]["strays"])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import logging
 import resource
 import time
@@ -136,26 +135,6 @@ class FaultTest(ProxiedTest):
             self.assertEqual(0, self.found(vua))
             self.assertEqual(CHUNKS, vua.put(TOKENS, KV))
             self.assertEqual(128, self.found(vua))
-
-    def test_listing_goes_on(self) -> None:
-        """One that has begun goes on after requests that failed, and names each object once.
-
-        One that cannot begin fails at once.
-        """
-        bucket, failing = Bucket.at(self.url), itertools.repeat("reset", 3)
-        Bucket.each(lambda at: bucket.put(f"many/{at:04}", b"x"), range(1100))
-
-        def plan(_: int, __: str, path: str) -> str:
-            goes_on = "continuation-token=" in path or "start-after=" in path
-            return next(failing, "") if goes_on else ""
-
-        self.proxy.plan = plan
-        found = [meta.key for meta in bucket.walk("many")]
-        self.assertEqual([f"many/{at:04}" for at in range(1100)], found)
-        self.assertEqual(3, self.proxy.counts["reset"])
-        self.proxy.plan = lambda *_: "reset"
-        self.assertRaises(StorageError, list, bucket.walk("many"))
-        self.assertEqual(4, self.proxy.counts["reset"])
 
     def test_near_disk_full(self) -> None:
         """What comes from the bucket is used all the same, and is not written back."""

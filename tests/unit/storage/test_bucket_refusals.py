@@ -16,7 +16,6 @@ from commands import run, run_json
 from helpers import DirectoryTest, caches_of, kv_bits
 from proxy import FaultyProxy
 from vua.core import VUA, VUAConfig
-from vua.errors import StorageError
 from vua.storage.bucket import Bucket
 from vua.storage.bucket_mark import is_marked_bucket
 from vua.storage.location import BucketPath
@@ -148,13 +147,3 @@ class RefusalTest(DirectoryTest):
         self.assertEqual(0, run("rm", self.url, "--all", "--yes")[0])
         sent = self.sent() - sent
         self.assertEqual({"get": 3, "list": 3, "delete": 1}, dict(sent))
-
-    @pytest.mark.thorough
-    def test_refused(self) -> None:
-        """A refusal that no way leads round is an error after a few requests."""
-        self.check()
-        self.proxy.plan = lambda _, method, path: "locked" if method != "GET" else ""
-        before = self.sent()
-        with self.assertRaisesRegex(StorageError, "delete refused"):
-            self.bucket.delete([f"none/{number}" for number in range(500)])
-        self.assertLessEqual((self.sent() - before)["delete"], 17)
