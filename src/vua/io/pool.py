@@ -14,7 +14,6 @@ for it at its end for ever.
 from __future__ import annotations
 
 import atexit
-import itertools
 import logging
 import math
 import threading
@@ -22,7 +21,6 @@ import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
-from functools import partial
 from queue import Empty, SimpleQueue
 from typing import Any, Final, Generic, TypeVar
 
@@ -282,17 +280,14 @@ class Pool(Generic[W]):
     def map(self, work: Callable[[Job[A]], T], items: Iterable[A]) -> list[T]:
         """Return what ``work(job)`` returns for a job about each item.
 
-        The first error is raised when the jobs under way have ended; the rest never starts. The
-        same holds for an exception raised by a signal, but a second one ends the wait: no item is
-        read or written after an error.
+        The first item's error is raised when the jobs under way have ended; those that have not
+        started never do. The same holds for an exception raised by a signal, but a second one ends
+        the wait: no item is read or written after an error.
         """
-        some = list(items)
-        ended = _Countdown(len(some))
-        jobs = [Job(self, partial(_counted, work, ended), item) for item in some]
+        jobs = [Job(self, work, item) for item in items]
         try:
             for job in jobs:
                 self._put(job)
-            ended.wait()
             return [job.result() for job in jobs]
         except BaseException:
             # The last first: a job that ends early because it is dropped frees a thread, which
@@ -420,41 +415,6 @@ def _run(shared: _Shared[Any]) -> None:
         del job  # and what it holds, while this thread waits
     if shared.closed:
         shared.queue.put(None)  # for the next thread
-
-
-class _Countdown:
-    """Wakes its owner once, when the last of some jobs ends or one fails.
-
-    To wake up for each costs more than a small read.
-    """
-
-    def __init__(self, jobs: int) -> None:
-        self._last, self._ended = jobs - 1, itertools.count()
-        self._over, self._waited_for = threading.Lock(), threading.Lock()
-        if jobs:
-            self._waited_for.acquire()
-
-    def count_ended(self) -> None:
-        if next(self._ended) == self._last:
-            self.over()
-
-    def over(self) -> None:
-        if self._over.acquire(blocking=False):
-            self._waited_for.release()
-
-    def wait(self) -> None:
-        with self._waited_for:
-            pass
-
-
-def _counted(work: Callable[[Job[A]], T], ended: _Countdown, job: Job[A]) -> T:
-    try:
-        result = work(job)
-    except BaseException:
-        ended.over()
-        raise
-    ended.count_ended()
-    return result
 
 
 class Breaker:
