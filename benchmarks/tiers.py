@@ -56,7 +56,7 @@ def wait_until(true: Callable[[], bool]) -> None:
 def settle(vua: VUA) -> None:
     """Wait until nothing travels any more."""
     travel = (vua._writing or vua._reading).travel
-    wait_until(lambda: not travel.waiting and not travel._back.waiting_nbytes)
+    wait_until(lambda: not travel.waiting and not travel.waiting_nbytes)
 
 
 def near_hits(root: Path, url: str, chunks: int, rounds: int) -> dict[str, object]:

@@ -1,7 +1,7 @@
 """Copies entries between the tiers of a tiered cache, in the background.
 
 Entries written to the local directory are uploaded to the slower tiers; entries read from there are
-copied into the directory (:class:`WriteBack`). Every entry is verified before it is copied. An
+copied into the directory, between reads. Every entry is verified before it is copied. An
 empty file ``sent-<digest>`` in a chunk's directory notes that one of its shards has reached every
 tier. So after a crash or an outage the next process finds what is not uploaded, and eviction knows
 what to spare.
@@ -16,9 +16,8 @@ import os
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from functools import partial
 from typing import Final
 
 import numpy as np
@@ -36,6 +35,8 @@ from vua.storage.names import SENT, chunk_path
 from vua.store.entry_reader import verified
 from vua.store.tier_rules import SECOND_USE, TierRules
 
+log = logging.getLogger(__name__)
+
 _MOST_NBYTES: Final = 128 << 20
 """Memory for entries that wait to be copied into the directory; the rest is read again later."""
 _PAUSE_S: Final = 0.02
@@ -43,12 +44,18 @@ _PAUSE_S: Final = 0.02
 another at once."""
 _LONGEST_WAIT_S: Final = 1.0
 """Longest such wait."""
+_WAITING: Final = 1 << 16
+"""Most names that wait for upload. The next scan of the directory finds the rest."""
+_RETRY_S: Final = (1.0, 60.0)
+"""Pause after a failure, the first and the longest."""
+_CLOSE_S: Final = 5.0
+"""How long closing a cache waits for copies in progress."""
 
 
-class WriteBack:
-    """Copies entries from slower tiers into the directory, between reads.
+class Travel:
+    """Moves the entries of one namespace. Thread-safe.
 
-    Safe for threads and forks.
+    Copies into the directory are made between reads. A forked child uploads what it writes itself.
     """
 
     def __init__(
@@ -58,37 +65,61 @@ class WriteBack:
         namespace: str,
         capacity: Capacity,
         *,
-        rules: TierRules,
-        counts: Counter[str],
-        brought: Callable[[str], None],
+        where: str,
+        rules: TierRules | None = None,
     ) -> None:
-        """Start idle; the arguments are those of :class:`Travel`.
+        """Start looking for entries that were not uploaded yet.
 
-        ``counts`` receives `brought`, `brought_nbytes` and `not_brought`; ``brought`` is called
-        with the name of each entry that was copied.
+        Args:
+            near: the directory.
+            far: the slower tiers, the nearest first.
+            namespace: 64 hex.
+            capacity: of the directory.
+            where: names the slower tiers, for the marks: new ones get everything again.
+            rules: the user's settings; by default everything is copied.
         """
-        self._near, self._far, self._namespace = near, tuple(far), namespace
-        self._capacity, self._rules, self._brought = capacity, rules, brought
-        self._read_before = Recent(math.inf)
-        self.counts = counts
+        self._near, self._far = near, tuple(far)
+        self._namespace, self._where, self._capacity = namespace, where, capacity
+        self._rules = rules or TierRules()
+        self.counts: Counter[str] = Counter()
+        """So far: sent, sent_nbytes, brought, brought_nbytes, not_brought, send_failed."""
         self._closing = threading.Event()
-        self._threads = Pool[None](1, "vua-write-back")
+        self._up, self._down = Pool[None](1, "vua-send"), Pool[None](1, "vua-write-back")
+        self._read_before = Recent(math.inf)
+        self._waiting: deque[str] = deque()
+        self._looked = False
         self.after_fork()
         watch(self)
+        self._wake()
 
     def after_fork(self) -> None:
         self._lock = threading.Lock()
-        self._quiet = threading.Condition(self._lock)
-        self._reads = 0
-        self._last_read_s = -math.inf
+        self._idle, self._quiet = (threading.Condition(self._lock) for _ in range(2))
+        self._sending = self._failing = False
+        self._reads, self._last_read_s = 0, -math.inf
         self.waiting_nbytes = 0
+        """Of entries that wait to be copied into the directory."""
 
-    def close(self, timeout_s: float) -> None:
-        """Drop what waits, and wait for copies in progress."""
-        self._closing.set()
-        with self._quiet:
+    def close(self) -> None:
+        """Upload what waits, for some seconds at most; the next process finds the rest.
+
+        What waits to be copied into the directory is dropped.
+        """
+        stop_s = time.monotonic() + _CLOSE_S
+        with self._idle:
+            if not self._closing.is_set():
+                self._idle.wait_for(lambda: not self._sending or self._failing, _CLOSE_S)
+            self._closing.set()
             self._quiet.notify_all()
-        self._threads.close(timeout_s=timeout_s)
+        for pool in (self._up, self._down):
+            pool.close(timeout_s=max(0.0, stop_s - time.monotonic()))
+
+    @property
+    def waiting(self) -> int:
+        """Number of entries known to wait; there may be more until the directory is scanned."""
+        return len(self._waiting) + self._sending
+
+    # -- from the slower tiers ------------------------------------------------------------------
 
     @contextmanager
     def reading(self) -> Iterator[None]:
@@ -142,7 +173,7 @@ class WriteBack:
                     self.waiting_nbytes -= nbytes
 
         with suppress(RuntimeError):
-            self._threads.submit(bring)
+            self._down.submit(bring)
 
     def fetch(self, chunks: Sequence[tuple[str, str]]) -> None:
         """Copy chunks' entries from the slower tiers, soon, even if rules exclude reads.
@@ -162,7 +193,7 @@ class WriteBack:
                     self.counts["not_brought"] += 1
 
         with suppress(RuntimeError):
-            self._threads.submit(bring)
+            self._down.submit(bring)
 
     def _missing(self, chunks: Sequence[tuple[str, str]]) -> Iterator[tuple[str, Storage, str]]:
         """Yield chunks' entries that a slower tier has and the directory has not.
@@ -196,7 +227,7 @@ class WriteBack:
             reservation.commit(written.statuses)
         if written.problem is not None:
             raise written.problem
-        self._brought(name)
+        self._change_mark(name, sent=True)
         self.counts["brought"] += 1
         self.counts["brought_nbytes"] += len(data)
 
@@ -208,99 +239,7 @@ class WriteBack:
                 return bytes(batch.headers[0])
         raise FileNotFoundError(name)
 
-
-def _whole_nbytes(tier: Storage, name: str) -> int:
-    """Return an entry's length as a directory has it, by its beginning in any form.
-
-    Raises OSError, EntryError.
-    """
-    head = getattr(tier, "head", lambda _: b"")(name)
-    return parse_entry(head).file_nbytes
-
-
-def whole_batch(name: str, data: bytes | memoryview) -> Batch:
-    """Return a batch that writes one entry as it is."""
-    batch = Batch.of_bytes(name, len(data))
-    batch.headers[0] = np.frombuffer(data, dtype=np.uint8)
-    return batch
-
-
-log = logging.getLogger(__name__)
-
-_WAITING: Final = 1 << 16
-"""Most names that wait for upload. The next scan of the directory finds the rest."""
-_RETRY_S: Final = (1.0, 60.0)
-"""Pause after a failure, the first and the longest."""
-_CLOSE_S: Final = 5.0
-"""How long closing a cache waits for copies in progress."""
-
-
-class Travel:
-    """Moves the entries of one namespace. Thread-safe.
-
-    A forked child uploads what it writes itself.
-    """
-
-    def __init__(
-        self,
-        near: LocalStorage,
-        far: Sequence[Storage],
-        namespace: str,
-        capacity: Capacity,
-        *,
-        where: str,
-        rules: TierRules | None = None,
-    ) -> None:
-        """Start looking for entries that were not uploaded yet.
-
-        Args:
-            near: the directory.
-            far: the slower tiers, the nearest first.
-            namespace: 64 hex.
-            capacity: of the directory.
-            where: names the slower tiers, for the marks: new ones get everything again.
-            rules: the user's settings; by default everything is copied.
-        """
-        self._near, self._far = near, tuple(far)
-        self._namespace, self._where = namespace, where
-        self._rules = rules = rules or TierRules()
-        self.counts: Counter[str] = Counter()
-        """So far: sent, sent_nbytes, brought, brought_nbytes, not_brought, send_failed."""
-        self._closing = threading.Event()
-        self._up = Pool[None](1, "vua-send")
-        self._back = WriteBack(
-            near, far, namespace, capacity,
-            rules=rules, counts=self.counts, brought=partial(self._change_mark, sent=True),
-        )  # fmt: skip
-        self.note_read, self.reading = self._back.note_read, self._back.reading
-        self.fetch = self._back.fetch
-        self._waiting: deque[str] = deque()
-        self._looked = False
-        self.after_fork()
-        watch(self)
-        self._wake()
-
-    def after_fork(self) -> None:
-        self._lock = threading.Lock()
-        self._idle = threading.Condition(self._lock)
-        self._sending = self._failing = False
-
-    def close(self) -> None:
-        """Upload what waits, for some seconds at most; the next process finds the rest."""
-        stop_s = time.monotonic() + _CLOSE_S
-        with self._idle:
-            if not self._closing.is_set():
-                self._idle.wait_for(lambda: not self._sending or self._failing, _CLOSE_S)
-        self._closing.set()
-        self._up.close(timeout_s=max(0.0, stop_s - time.monotonic()))
-        self._back.close(max(0.0, stop_s - time.monotonic()))
-
-    @property
-    def waiting(self) -> int:
-        """Number of entries known to wait; there may be more until the directory is scanned."""
-        return len(self._waiting) + self._sending
-
-    # -- to the places behind -------------------------------------------------------------------
+    # -- to the slower tiers ---------------------------------------------------------------------
 
     def wrote(self, names: Sequence[str]) -> None:
         """Note that entries were written to the directory; returns at once, raises nothing."""
@@ -434,3 +373,19 @@ class Travel:
         if mtime_ns is not None:
             with suppress(OSError):
                 set_mtime(fd, chunk, mtime_ns)
+
+
+def _whole_nbytes(tier: Storage, name: str) -> int:
+    """Return an entry's length as a directory has it, by its beginning in any form.
+
+    Raises OSError, EntryError.
+    """
+    head = getattr(tier, "head", lambda _: b"")(name)
+    return parse_entry(head).file_nbytes
+
+
+def whole_batch(name: str, data: bytes | memoryview) -> Batch:
+    """Return a batch that writes one entry as it is."""
+    batch = Batch.of_bytes(name, len(data))
+    batch.headers[0] = np.frombuffer(data, dtype=np.uint8)
+    return batch

@@ -9,7 +9,6 @@ import shutil
 import signal
 import threading
 import time
-from collections import Counter
 from unittest import mock
 
 import pytest
@@ -25,8 +24,7 @@ from vua.format.keys import token_ids
 from vua.storage.bucket import Bucket
 from vua.storage.local import LocalStorage
 from vua.store.place import open_namespace
-from vua.store.tier_rules import TierRules
-from vua.store.travel import WriteBack
+from vua.store.travel import Travel
 
 pytest.importorskip("obstore")
 
@@ -43,11 +41,8 @@ class NoSpace:
 class TestWaiting(DirectoryTest):
     def test_memory(self) -> None:
         """However much is read from behind, what waits to be written back is bounded."""
-        back = WriteBack(
-            *(LocalStorage(self.root), (), "a" * 64, NoSpace()),
-            rules=TierRules(), counts=Counter(), brought=lambda _: None,
-        )  # fmt: skip
-        self.addCleanup(back.close, 10)
+        back = Travel(LocalStorage(self.root), (), "a" * 64, NoSpace(), where="")
+        self.addCleanup(back.close)
         data = memoryview(bytes(16 << 20))
         with back.reading():  # it waits for a pause
             for number in range(20):
@@ -127,15 +122,15 @@ class TierTest(DirectoryTest):
         """What came from behind is written back once nothing is read any more."""
         self.put("a")
         waits = threading.Event()
-        wait = WriteBack.wait_for_quiet
+        wait = Travel.wait_for_quiet
 
-        def waiting(back: WriteBack) -> bool:
+        def waiting(back: Travel) -> bool:
             waits.set()
             return wait(back)
 
         with (
             self.open("b") as vua,
-            mock.patch.object(WriteBack, "wait_for_quiet", waiting),
+            mock.patch.object(Travel, "wait_for_quiet", waiting),
             mock.patch("vua.store.travel._LONGEST_WAIT_S", 300.0),
         ):
             self.assertEqual(0, vua.get_closest(TOKENS + 1).num_tokens)  # opens it
