@@ -287,23 +287,6 @@ class HostTest(MovesTest):
         patch.start()
         self.addCleanup(patch.stop)
 
-    @pytest.mark.thorough
-    def test_two_threads(self) -> None:
-        """What is large enough for a second thread comes out the same."""
-        pages = noise(8, 600, 2, SLOTS, 2 * 64, dtype=torch.int32)
-        slots = torch.randperm(600 * SLOTS, generator=torch.Generator().manual_seed(1))[:2000]
-        chunks = noise(2, 1, 2, 8, 2000, 64, dtype=torch.int32)
-        copies = []
-        for move in (cpu_pages.move, moves.move):
-            memory, taken = pages.clone(), chunks.clone()
-            paged = PagedCache.of(memory, "LBHNC")
-            gather(paged, slots.flip(0), *taken, move=move)
-            scatter(paged, slots, *taken, move=move)
-            copies.append((memory, taken))
-
-        self.assertTrue(all(map(torch.equal, *copies)))
-        self.assertFalse(torch.equal(pages, copies[0][0]))
-
     def test_repeated_slots(self) -> None:
         """Where two tokens share a slot one of them is there, whole: PyTorch copies these."""
         paged = PagedCache.of(torch.zeros(1, 2, 1, SLOTS, 2 * 64, dtype=torch.int16), "LBHNC")

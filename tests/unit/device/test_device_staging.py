@@ -9,7 +9,7 @@ import torch
 
 from helpers import DirectoryTest, bits, keys_of, noise, save_chunk
 from vua.device.paged import PagedCache, slots_of
-from vua.device.staging import Staging, clear_error
+from vua.device.staging import Staging
 from vua.errors import InputError, LayoutError
 from vua.format.identity import Identity
 from vua.format.layout import KVLayout, Shard
@@ -128,14 +128,6 @@ class StagingTest(DirectoryTest):
         staging.give_back(first)
         self.assertIsNone(staging.take())
 
-    def test_prepared(self) -> None:
-        """Buffers that were made beforehand are those that are lent."""
-        staging = self.staging(engine(self.device, seed=1)[1], limit=2)
-        staging.prepare(5)
-        with mock.patch.object(torch, "empty", side_effect=torch.OutOfMemoryError):
-            lent = {staging.take(), staging.take()}
-        self.assertEqual(2, len(lent - {None}))
-
     def test_little_room_on_the_device(self) -> None:
         """Where it has no room for all adjoining buffers there are fewer of them."""
         empty, asked = torch.empty, list[int]()
@@ -156,12 +148,6 @@ class StagingTest(DirectoryTest):
             self.assertEqual((wanted, left, left), (asked, staging.limit, staging.left))
             buffers = [staging.take() for _ in range(left)]
             self.assertEqual((left, None), (len(set(buffers)), staging.take()))
-
-    def test_refused_page_locks(self) -> None:
-        """The error that a refused call leaves behind is taken by a kernel that nobody needs."""
-        with mock.patch.object(torch, "empty", side_effect=RuntimeError("already mapped")) as empty:
-            clear_error(torch.device("cpu"))
-        empty.assert_called_once()
 
     def test_refused(self) -> None:
         """A cache that is not the shard, and slots that do not fit a buffer, are refused."""

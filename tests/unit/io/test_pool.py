@@ -232,23 +232,6 @@ class TestPool(unittest.TestCase):
         self.assertTrue(pool.close())
         self.assertEqual(([1] * 5, False), (there, together.broken))
 
-    def test_interrupted_submission(self) -> None:
-        """Work whose submission is interrupted never runs, and closing does not wait for it."""
-        start = threading.Thread.start
-
-        def interrupted(thread: threading.Thread) -> None:
-            start(thread)
-            raise KeyboardInterrupt
-
-        for pool in (self.pool(), Pool[str](1, "test")):
-            with (
-                mock.patch.object(threading.Thread, "start", interrupted),
-                self.assertRaises(KeyboardInterrupt),
-            ):
-                pool.submit(self.do, "never")
-            self.assertTrue(pool.close())
-        self.assertEqual([], self.did)
-
     def test_closed_by_its_own_thread(self) -> None:
         """A job that closes its pool does not wait for itself."""
         pool = Pool[str](1, "test")

@@ -6,7 +6,6 @@ import ctypes
 import hashlib
 import math
 import os
-import shutil
 import threading
 import time
 import unittest
@@ -182,32 +181,6 @@ class TestLoad(DirectoryTest):
         directory = self.storage.directory / name[:2] / name
         return directory / f"{LAYOUT.full.name}.safetensors"
 
-    @pytest.mark.thorough
-    def test_memory(self) -> None:
-        """Everything lands where it belongs and nothing lands elsewhere, by one and two threads."""
-        expected = Memory(LAYOUT, LAYOUT.full, CHUNKS, block_tokens=16).fill(self.model)
-        for threads in (1, 2, 8, 100):
-            self.setUpMemory()
-            self.assertEqual(CHUNKS, self.load(threads=threads))
-            for want, got in zip(expected.buffers, self.memory.buffers, strict=True):
-                np.testing.assert_array_equal(want, got)
-
-    @pytest.mark.thorough
-    def test_part_of_files(self) -> None:
-        """Extents that are read only to be verified get in nobody's way, with several threads."""
-        target = Shard(3, 13, 0, 2)  # checksums cover 8 layers each
-        expected = Memory(LAYOUT, target, CHUNKS, block_tokens=16)
-        expected.fill(rectangle(self.model, target))
-        memory = Memory(LAYOUT, target, CHUNKS, block_tokens=16)
-        self.transfer = self.store.transfer(LAYOUT.full, target, target, memory.map())
-        self.assertGreater(self.transfer.discard_nbytes, 0)
-        for threads in (1, 2, 8):
-            for buffer in memory.buffers:
-                buffer[:] = 0xA5
-            self.assertEqual(CHUNKS, self.load(threads=threads))
-            for want, got in zip(expected.buffers, memory.buffers, strict=True):
-                np.testing.assert_array_equal(want, got)
-
     def setUpMemory(self) -> None:  # noqa: N802
         for buffer in self.memory.buffers:
             buffer[:] = 0xA5
@@ -257,13 +230,6 @@ class TestLoad(DirectoryTest):
                 os.posix_fadvise(handle, 0, 0, os.POSIX_FADV_DONTNEED)
                 os.close(handle)
             self.assertEqual(stop, self.load(stop=stop))
-
-    def test_other_files_headers(self) -> None:
-        """A sound file in another one's place is the store's to notice, and it does."""
-        shutil.copy(self.path(3), self.path(2))
-        self.assertEqual(CHUNKS, self.load())
-        loaded = self.store.load(self.keys, self.map)
-        self.assertEqual((2, "foreign"), (loaded.chunks, loaded.reason))
 
     def test_while_python_runs(self) -> None:
         """Other threads of Python go on during a large batch: the GIL is released."""

@@ -8,7 +8,6 @@ import io
 import itertools
 import logging
 import os
-import random
 import sys
 import unittest
 from collections.abc import Iterator
@@ -172,16 +171,6 @@ class TestNames(SealTest):
             hashlib.sha256(chain[0].prefix_hash + token_ids(range(4, 8))).digest(),
         )
 
-    def test_run(self) -> None:
-        """A run of keys is of its tenant, sliced or not, and so is a longer prompt's chain."""
-        chain = KeyChain(token_ids(range(16)), 4, naming=Naming("t", b"k" * 32))
-        longer = chain.longer(token_ids(range(20)))
-
-        self.assertEqual(chain.first(4), list(chain.run(0, 4)))
-        self.assertEqual(chain.first(4)[1:], list(chain.run(0, 4)[1:]))
-        self.assertEqual(chain.first(4), longer.first(4))
-        self.assertEqual({"t"}, {key.tenant for key in longer.first(5)})
-
     def test_pins(self) -> None:
         """Pins of the library hold what is stored under secret names, and only with the key."""
         tokens, kv = list(range(8)), caches_of(layers=1, heads=1, tokens=8, dim=8)
@@ -278,19 +267,6 @@ class TestForged(SealTest):
         expected = Memory(SMALL, SMALL.full, CHUNKS).fill(model)
         self.assertFalse(np.array_equal(expected.buffers[0], memory.buffers[0]))
 
-    def test_random(self) -> None:
-        """Fifty random changes of a payload, checksums set right: none is accepted."""
-        source = random.Random(7)
-        store = self.store()
-        keys, model = self.save(store)
-        path = self.file(keys, 0)
-        sound = path.read_bytes()
-        for _ in range(50):
-            payload = bytearray(sound[4096:])
-            payload[source.randrange(len(payload))] ^= 1 << source.randrange(8)
-            path.write_bytes(forged(sound, payload=bytes(payload)))
-            self.assertEqual(0, self.load(store, keys, model).chunks)
-
     def test_damage(self) -> None:
         """Damage is found and healed as in plain files."""
         store = self.store(security=self.security(encrypt=True))
@@ -338,21 +314,6 @@ class TestKeys(SealTest):
 
         self.assertEqual((CHUNKS, 0), (store.lookup(keys), store.lookup(again)))
         self.assertEqual(0, self.load(store, keys).chunks)
-
-    def test_evicted(self) -> None:
-        """What nobody can read any more is never used, and so goes first."""
-        store = self.store(security=Security(tenant_keys=str(self.keys)), limit=7 * 6144)
-        alice, _ = self.save(store, b"alice")
-        plain, model = self.save(store)
-        (self.keys / f"{tenant_of(b'alice')}.key").unlink()
-        ids = token_ids(range(100, 112))
-        keys = KeyChain(ids, 4)
-        for place in range(CHUNKS):
-            memory = Memory(SMALL, SMALL.full, CHUNKS).fill(model).map()
-            store.used(plain, CHUNKS, wait=True)
-            self.assertTrue(save_chunk(store, keys[place], memory, place=place))
-
-        self.assertEqual((1, CHUNKS), (store.lookup(alice), store.lookup(plain)))
 
     def test_unusable(self) -> None:
         """A key that others may read, or that is none, is refused with what to do."""
@@ -571,18 +532,3 @@ class TestTools(SealTest):
         self.assertEqual(0, self.run_cli("key", str(self.keys), "--salt", "carol")[0])
         security = Security(tenant_keys=str(self.keys))
         self.assertIsNotNone(Keyring(NAMESPACE, security).naming(b"carol"))
-
-
-@pytest.mark.thorough
-class TestLarge(SealTest):
-    """Files of many checksum blocks, and many chunks at once."""
-
-    def test_many(self) -> None:
-        """Chunks of 2 MiB, in segments of 16 tokens, by both ways."""
-        layout = KVLayout(16, 4, 64, 64, "F32", 64)
-        for encrypt in KINDS:
-            store = self.store(layout, self.security(encrypt=encrypt))
-            keys, model = self.save(store)
-            for native in natives():
-                with self.subTest(native, encrypt=encrypt):
-                    self.assertEqual(CHUNKS, self.load(store, keys, model, None, 16).chunks)

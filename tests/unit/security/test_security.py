@@ -26,18 +26,16 @@ from helpers import (
     caches_of,
     has_native,
     kv_bits,
-    namespace_of,
     native_code,
 )
 from scorecard.attacks import FOREIGN_UID, PLANTS, clear, foreign_uid, hostile_names
 from vua.core import VUA, VUAConfig
-from vua.errors import ConfigError, StorageError, UntrustedError
+from vua.errors import ConfigError, StorageError
 from vua.format.identity import Identity
 from vua.format.keys import KeyChain, token_ids
 from vua.format.layout import KVLayout, Shard
 from vua.security.keyring import Keyring, write_key
 from vua.security.settings import Security
-from vua.storage.base import entry_name
 from vua.storage.mark import MARK, claim
 
 TOKENS = torch.arange(24)
@@ -158,17 +156,6 @@ class TestModes(SecurityTest):
         with _as(4245, [4343]), self.assertRaisesRegex(ConfigError, f"user {FOREIGN_UID}"):
             self.get()
 
-    @root_only
-    def test_others_read_nothing(self) -> None:
-        """Another user can open neither a file nor a directory."""
-        self.root.chmod(0o755)
-        self.put()
-        paths = [self.cache, *self.cache.rglob("*")]
-        with _as(4245, []):
-            for path in paths:
-                with self.subTest(path.name), self.assertRaises(PermissionError):
-                    os.open(path, os.O_RDONLY)
-
 
 class TestForeign(SecurityTest):
     """What belongs to another user."""
@@ -192,21 +179,6 @@ class TestForeign(SecurityTest):
 
         self.assertEqual(1, self.put())
         self.assertEqual((0, 24), (middle.stat().st_uid, self.get()))
-
-    @root_only
-    def test_load(self) -> None:
-        """A load that meets another user's file calls it foreign, not a failure of the storage."""
-        self.put()
-        with self.open() as vua:
-            vua.lookup(TOKENS)
-            (store,) = namespace_of(vua).stores
-            keys = KeyChain(token_ids(TOKENS), 8).first(3)
-            with foreign_uid(self.chunks()[0]):
-                with self.assertRaises(UntrustedError):
-                    store.storage.open_file(entry_name(keys[0].name, store.layout.full))
-                self.assertFalse(vua.get_closest(TOKENS))
-
-            self.assertEqual((1, 0), (store.counts["foreign"], store.counts["error"]))
 
     @root_only
     def test_namespace(self) -> None:

@@ -91,14 +91,3 @@ class TestDirectReads(DirectoryTest):
                 path.unlink()
         self.assertEqual([int(turn % 10 == 0) for turn in range(150)], outcomes)
         store.close()
-
-    def test_what_was_read_before(self) -> None:
-        """Chunks of a prompt that lead it are known, up to a number of chunks in all."""
-        reads = FirstReads()
-        names = [f"{number:064x}"[::-1] for number in range(1, 1 << 16)]
-        self.assertEqual(0, reads.remember(names[:100]))
-        self.assertEqual(100, reads.remember(names[:300]))
-        self.assertEqual(0, reads.remember(names[299:301][::-1]))
-        reads.remember(names)
-        reads.remember([f"{number:064x}"[::-1] for number in range(1 << 17, (1 << 17) + 2)])
-        self.assertEqual(0, reads.remember(names[:100]))

@@ -79,11 +79,6 @@ class TestDamage(DescriptionTest):
         """A turned bit."""
         self.flips(211)
 
-    @pytest.mark.thorough
-    def test_more_flips(self) -> None:
-        """A turned bit of every fourth byte, another one each time."""
-        self.flips(31)
-
     def changed(self) -> Iterator[tuple[str, bytes]]:
         """What a description may say that none says."""
         values: list[Any] = [True, False, None, -1, 0, 1, 2**40, 2**63, 2**300, 1.5, "2", [], {}]

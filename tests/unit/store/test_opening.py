@@ -20,7 +20,7 @@ with VUA(VUAConfig(split_factor=16), sys.argv[1]) as cache:
     assert cache.get_closest(tokens).num_tokens == 32
 print(*sorted(name for name in sys.modules if name.startswith("vua.")))
 """
-FAR = ("bucket", "object", "tiered", "compression", "far", "travel", "write_back")
+FAR = ("bucket", "object", "tiered", "far", "travel")
 
 
 class OpeningTest(DirectoryTest):

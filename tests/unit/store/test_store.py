@@ -345,46 +345,6 @@ class TestDamage(StoreTest):
         loaded = self.store.load(self.keys, memory.map(), target=low)
         self.assertEqual(LoadResult(0, "foreign"), loaded)
 
-    def test_swapped(self) -> None:
-        """Two files that changed places are both noticed, and both healed."""
-        self.save_whole()
-        swap(self.file(1), self.file(2))
-
-        for sound in (1, 2):
-            loaded = self.load()
-            self.assertEqual((sound, "foreign"), (loaded.chunks, loaded.reason))
-            self.save_whole()
-        self.assertEqual(CHUNKS, self.load().chunks)
-
-    def test_something_else_in_its_place(self) -> None:
-        """A link, a FIFO or a device in an entry's place is a miss at once, and is replaced."""
-        self.save_whole()
-        copy = self.root / "copy"
-        copy.write_bytes(self.file(1).read_bytes())
-
-        def replace(path: Path, make: Callable[[Path], object]) -> None:
-            path.unlink()
-            make(path)
-
-        for make in (
-            lambda path: path.symlink_to(copy),
-            lambda path: path.symlink_to("nowhere"),
-            lambda path: path.symlink_to(path.name),
-            os.mkfifo,
-        ):
-            self.damaged(lambda path, make=make: replace(path, make), "error")  # a FIFO hangs
-
-    def test_directory_in_its_place(self) -> None:
-        """A directory in an entry's place is a miss; the next save puts it aside."""
-        self.save_whole()
-        self.file(1).unlink()
-        self.file(1).mkdir()
-        loaded = self.load()
-
-        self.assertEqual((1, "error"), (loaded.chunks, loaded.reason))
-        self.save_whole()
-        self.assertEqual(CHUNKS, self.load().chunks)
-
     def test_quarantine(self) -> None:
         """Damaged files are kept for a look, but not more than a few."""
         for _ in range(MAX_QUARANTINED + 4):
@@ -550,10 +510,6 @@ class TestWays(StoreTest):
         self.file(0).unlink()
         self.assertEqual(LoadResult(0, "missing"), self.load())
 
-    def test_all_calls(self) -> None:
-        """With everything that this system has."""
-        self.use()
-
     def test_native(self) -> None:
         """With the load loop in C: it, and not what stands in for it, has done the work."""
         if not has_native():
@@ -577,15 +533,6 @@ class TestWays(StoreTest):
         with (
             mock.patch.dict(posix.calls, some, clear=True),
             mock.patch.object(posix, "_HAS_OPENAT2", new=False),
-        ):
-            self.use()
-
-    @pytest.mark.thorough
-    def test_refusing_cached_calls(self) -> None:
-        """On a kernel that has the calls and refuses their flags."""
-        with (
-            mock.patch.dict(posix.calls, statx=lambda *_: -1),
-            mock.patch.object(posix, "open_cached", return_value=None),
         ):
             self.use()
 
