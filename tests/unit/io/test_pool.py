@@ -286,71 +286,45 @@ class TestPool(unittest.TestCase):
         self.assertEqual((0, ""), (done.returncode, done.stderr))
 
 
+OPEN = [(0.0, "ill", False), (0.0, "ill", False), (0.0, "ill", True)]
+COURSES = {
+    "three failures in a row stop all tries until the pause is over": [
+        *OPEN, (0.0, "ask", False), (0.99, "ask", False), (1.0, "ask", True),
+    ],
+    "after the pause one caller may try, and its success lets all in again": [
+        *OPEN, (1.0, "ask", True), (1.0, "ask", False), (1.0, "well", True), (1.0, "ask", True),
+        (1.0, "ask", True), *((1.0, *step) for _, *step in OPEN), (1.9, "ask", False),
+        (2.0, "ask", True),
+    ],
+    "each failed probe doubles the pause, up to the longest": [
+        *OPEN, (1.0, "ask", True), (1.0, "ill", False), (2.9, "ask", False), (3.0, "ask", True),
+        (3.0, "ill", False), (6.9, "ask", False), (7.0, "ask", True), (7.0, "ill", False),
+        (10.9, "ask", False), (11.0, "ask", True),
+    ],
+    "tries that began before it opened do not lengthen the pause": [
+        *OPEN, *[(0.0, "ill", False)] * 10, (1.0, "ask", True),
+    ],
+    "a probe that never reports is followed by another one": [
+        *OPEN, (1.0, "ask", True), (1.0, "ask", False), (2.0, "ask", True),
+    ],
+}  # fmt: skip
+"""When somebody asks for a try or reports one, and what the answer is; the pause is 1 to 4 s."""
+
+
 class TestBreaker(unittest.TestCase):
-    def setUp(self) -> None:
-        """A breaker with a clock that tests move; it pauses 1, 2, 4, 4, ... seconds."""
-        self.now = 100.0
-        self.breaker = Breaker(failures=3, pause_s=1.0, max_pause_s=4.0, clock=lambda: self.now)
-
-    def open(self) -> None:
-        self.assertEqual([False, False, True], [self.breaker.went(well=False) for _ in range(3)])
-
-    def test_open(self) -> None:
-        """Three failures in a row stop all tries until the pause is over."""
-        self.open()
-
-        self.assertFalse(self.breaker.closed)
-        self.assertFalse(self.breaker.allows())
-        self.now += 0.99
-        self.assertFalse(self.breaker.allows())
-
-    def test_probe(self) -> None:
-        """After the pause one caller may try, and its success lets all in again."""
-        self.open()
-        self.now += 1.0
-
-        self.assertEqual([True, False, False], [self.breaker.allows() for _ in range(3)])
-        self.assertTrue(self.breaker.went(well=True))
-        self.assertEqual([True, True], [self.breaker.allows() for _ in range(2)])
-        self.open()
-        self.now += 1.0
-        self.assertTrue(self.breaker.allows(), "the first pause is short again")
-
-    def test_pauses_double(self) -> None:
-        """Each failed probe doubles the pause, up to the longest."""
-        self.open()
-        pauses = []
-        for _ in range(4):
-            began = self.now
-            while not self.breaker.allows():
-                self.now += 0.5
-            pauses.append(self.now - began)
-            self.assertFalse(self.breaker.went(well=False))
-
-        self.assertEqual([1.0, 2.0, 4.0, 4.0], pauses)
-
-    def test_late_failures(self) -> None:
-        """Tries that began before the breaker opened do not lengthen the pause."""
-        self.open()
-        for _ in range(10):
-            self.breaker.went(well=False)
-        self.now += 1.0
-
-        self.assertTrue(self.breaker.allows())
-
-    def test_silent_probe(self) -> None:
-        """A probe that never reports is followed by another one."""
-        self.open()
-        self.now += 1.0
-
-        self.assertTrue(self.breaker.allows())
-        self.assertFalse(self.breaker.allows())
-        self.now += 1.0
-        self.assertTrue(self.breaker.allows())
+    def test_courses(self) -> None:
+        """It opens, probes and closes as it should."""
+        for name, steps in COURSES.items():
+            now = [0.0]
+            breaker = Breaker(failures=3, pause_s=1.0, max_pause_s=4.0, clock=lambda: now[0])  # noqa: B023
+            with self.subTest(name):
+                for number, (now[0], what, expected) in enumerate(steps):
+                    found = breaker.allows() if what == "ask" else breaker.went(well=what == "well")
+                    self.assertEqual(expected, found, (number, what))
 
     def test_log(self) -> None:
         """One with a name says when it opens and when it closes, once each."""
-        breaker = Breaker("loads", failures=2, clock=lambda: self.now)
+        breaker = Breaker("loads", failures=2, clock=lambda: 100.0)
         with self.assertLogs("vua.io.pool", "INFO") as logs:
             for well in (False, False, False, True, True):
                 breaker.went(well=well)
