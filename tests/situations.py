@@ -33,6 +33,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any, Final, Protocol
 
+from e2e.damage import blank, flip, truncate
+from scorecard.attacks import PLANTS
 from scorecard.faults.mounts import command, formatted, own_mounts
 
 MOST_NBYTES: Final = 1 << 20
@@ -672,6 +674,45 @@ def shut_down(place: Place) -> Iterator[str | None]:
     copy = place.folder / "repaired"  # the old one is in use for as long as it is held
     command("cp", "--sparse=always", place.folder / "image", copy)
     command("mount", "-t", "xfs", "-o", "loop,nouuid", copy, at)
+
+
+def _harmed(harm: Callable[[Path], object]) -> Situation:
+    def happens(place: Place) -> Iterator[str | None]:
+        place.root.mkdir(mode=0o700)
+        yield str(place.root)
+        for path in place.root.rglob("*.safetensors"):
+            with contextlib.suppress(FileNotFoundError):  # put aside by now
+                harm(path)
+
+    return happens
+
+
+def _planted(name: str) -> Situation:
+    def plant(path: Path) -> None:
+        victim = path.with_name("victim")
+        path.rename(victim)
+        PLANTS[name](path, victim)
+
+    return _harmed(plant)
+
+
+SITUATIONS["a bit flipped in each file"] = _harmed(flip)
+SITUATIONS["zeros in each file"] = _harmed(blank)
+SITUATIONS["each file cut"] = _harmed(truncate)
+SITUATIONS["each file a FIFO"] = _planted("fifo")
+SITUATIONS["each file a link"] = _planted("symlink")
+SITUATIONS["each file a directory"] = _planted("full directory")
+
+
+@situation("files in each other's place")
+def swapped(place: Place) -> Iterator[str | None]:
+    """Sound files, each under the next one's name."""
+    place.root.mkdir(mode=0o700)
+    yield str(place.root)
+    paths = sorted(place.root.rglob("*.safetensors"))
+    content = [path.read_bytes() for path in paths]
+    for path, other in zip(paths, [*content[1:], *content[:1]], strict=True):
+        path.write_bytes(other)
 
 
 @situation("symlinked root")

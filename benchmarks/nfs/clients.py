@@ -19,19 +19,22 @@ from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
+import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from scorecard.stores import layout_of, make_vua, memory_of
-from scorecard.subject import Key, Subject, noise
+from scorecard.faults.world import ROOMY, World, WrongBytesError, layout_of
 from vua.capacity.gc import collect
 from vua.capacity.limits import Limits, ResolvedLimits
-from vua.errors import VUAError
+from vua.errors import StorageError, VUAError
 from vua.format.identity import Identity
 from vua.format.keys import ChunkKey, KeyChain
+from vua.format.layout import KVLayout
+from vua.native import MemoryMap
 from vua.storage.base import entry_name
 from vua.store.namespace import Namespace
 from vua.store.store import Store
+from vua.store.tensors import memory_map
 from vua.store.writer import EntryWriter
 
 CHUNKS = 128
@@ -89,34 +92,57 @@ def must(what: str, holds: bool, found: object = "") -> None:  # noqa: FBT001
 # -- right or not ---------------------------------------------------------------------------------
 
 
-def look(subject: Subject, key: Key) -> str:
-    """Get one entry: hit, miss or wrong."""
-    into = bytearray(b"\xa5" * subject.nbytes)
-    if not subject.get(key, memoryview(into)):
-        return "miss"
-    return "hit" if into == key.payload(subject.nbytes) else "WRONG"
+class Client:
+    """The cache of prompts of one chunk, as one client sees it."""
+
+    def __init__(self, mount: Path, bounds: Limits = ROOMY) -> None:
+        """Open it."""
+        self.world = World(mount, layout_of(65536), prompts=2200, chunks=1, bounds=bounds)
+        self.store = self.world.writer()
+
+    def put(self, number: int) -> int:
+        """How many chunks were written; none if it is stored, or refused."""
+        try:
+            return self.world.put(2 * number, self.store)
+        except StorageError:
+            return 0
+
+    def look(self, number: int) -> str:
+        """Get one prompt: hit, miss or wrong."""
+        try:
+            return "hit" if self.world.get(2 * number, self.store) else "miss"
+        except WrongBytesError:
+            return "WRONG"
+
+    def chunk(self, number: int) -> str:
+        """The name of its chunk."""
+        return self.world.keys[2 * number][0].name
+
+    def files(self, number: int) -> list[Path]:
+        """Its files."""
+        name = self.chunk(number)
+        folder = self.world.root / self.world.identity.namespace / name[:2] / name
+        return sorted(folder.glob("*.safetensors"))
 
 
 def across(a: Path, b: Path) -> None:
     """What one client puts, deletes, damages or evicts is so for the other."""
-    one, two = make_vua(a, 65536), make_vua(b, 65536)
-    keys = [Key(number) for number in range(20)]
-    stored = [one.put(key, key.payload(65536)) for key in keys]
-    must("a puts, b gets", [look(two, key) for key in keys] == ["hit"] * 20, sum(stored))
-    must("b finds it stored and writes nothing", two.put(keys[0], keys[0].payload(65536)))
+    one, two = Client(a), Client(b)
+    stored = [one.put(number) for number in range(20)]
+    must("a puts, b gets", [two.look(n) for n in range(20)] == ["hit"] * 20, sum(stored))
+    must("b finds it stored and writes nothing", not two.put(0))
 
-    unseen = Key(100)
-    seen = look(two, unseen)
-    one.put(unseen, unseen.payload(65536))
+    seen = two.look(100)
+    one.put(100)
     began = time.monotonic()
-    while (found := look(two, unseen)) == "miss" and time.monotonic() - began < 90:
+    while (found := two.look(100)) == "miss" and time.monotonic() - began < 90:
         time.sleep(0.05)
     seconds = time.monotonic() - began
     must("after a miss, b sees what a puts", (seen, found) == ("miss", "hit"), f"{seconds:.1f} s")
 
-    (path,) = one.files(keys[1])
-    name = entry_name(two.chunk(keys[1]).name, two.layout.full)  # type: ignore[attr-defined]
-    fd, _ = two.store().storage.open_file(name)  # type: ignore[attr-defined]
+    (path,) = one.files(1)
+    name = entry_name(two.chunk(1), two.world.layout.full)
+    fd, _ = two.store.storage.open_file(name)  # type: ignore[attr-defined]
     path.unlink()
     try:
         text = f"{len(os.pread(fd, 65536, 0))} bytes"
@@ -125,53 +151,52 @@ def across(a: Path, b: Path) -> None:
     os.close(fd)
     report(what="b reads on in a file that a has deleted", found=text)
     began = time.monotonic()
-    while (found := look(two, keys[1])) == "hit" and time.monotonic() - began < 90:
+    while (found := two.look(1)) == "hit" and time.monotonic() - began < 90:
         time.sleep(0.05)  # b's kernel still has the name, and the right bytes
     seconds = time.monotonic() - began
     must("what a deletes is a miss for b", found == "miss", f"{seconds:.1f} s later")
 
-    (path,) = one.files(keys[2])
+    (path,) = one.files(2)
     data = bytearray(path.read_bytes())
     data[-7] ^= 1
     path.write_bytes(data)
     began = time.monotonic()
-    while (found := look(two, keys[2])) == "hit" and time.monotonic() - began < 90:
+    while (found := two.look(2)) == "hit" and time.monotonic() - began < 90:
         time.sleep(0.05)  # b has the right bytes in its page cache: a hit, and right
     seconds = time.monotonic() - began
     must("what a damages is a miss for b", found == "miss", f"{seconds:.1f} s later")
     began = time.monotonic()
-    while (found := look(two, keys[2])) == "miss" and time.monotonic() - began < 90:
-        one.put(keys[2], keys[2].payload(65536))  # does nothing while a believes that it is there
+    while (found := two.look(2)) == "miss" and time.monotonic() - began < 90:
+        one.put(2)  # does nothing while a believes that it is there
         time.sleep(0.05)
     seconds = time.monotonic() - began
     must("and a hit when a puts it again", found == "hit", f"{seconds:.1f} s later")
 
     limits = ResolvedLimits.of(a, Limits(max_bytes=10 * 70000, min_free_bytes=0))
     evicted = collect(a, limits).evicted.chunks
-    after = Counter(look(two, key) for key in keys)
+    after = Counter(two.look(number) for number in range(20))
     must("what a evicts is a miss for b, the rest is right", not after["WRONG"], (evicted, after))
-    one.close()
-    two.close()
+    one.store.close()
+    two.store.close()
 
 
 def soon(a: Path, b: Path) -> None:
     """How soon b, which has just looked in vain, gets what a's `put` has stored."""
-    one, two = make_vua(a, 65536), make_vua(b, 65536)
+    one, two = Client(a), Client(b)
     waits_s, wrong = [], 0
     for number in range(40):
-        key = Key(1000 + number)
-        wrong += look(two, key) != "miss"
-        one.put(key, key.payload(65536))
+        wrong += two.look(1000 + number) != "miss"
+        one.put(1000 + number)
         began = time.monotonic()
-        while (found := look(two, key)) == "miss" and time.monotonic() - began < 90:
+        while (found := two.look(1000 + number)) == "miss" and time.monotonic() - began < 90:
             time.sleep(0.002)
         waits_s.append(time.monotonic() - began)
         wrong += found != "hit"
     waits_s.sort()
     ms = {"median_ms": round(1000 * waits_s[20]), "worst_ms": round(1000 * waits_s[-1])}
     must("b gets what a has put, right and whole", not wrong, ms)
-    one.close()
-    two.close()
+    one.store.close()
+    two.store.close()
 
 
 def race(a: Path, b: Path) -> None:
@@ -194,16 +219,16 @@ def race(a: Path, b: Path) -> None:
 
 def _racer(mount: Path, turn: int) -> int:
     random.seed(turn)
-    subject, seen = make_vua(mount, 65536, max_bytes=12 * 70000), Counter[str]()
+    client, seen = Client(mount, Limits(max_bytes=12 * 70000, min_free_bytes=0)), Counter[str]()
     stop = time.monotonic() + RACE_S
     while time.monotonic() < stop:
-        key = Key(random.randrange(24))
+        number = random.randrange(24)
         if random.random() < 0.5:
-            seen["stored" if subject.put(key, key.payload(65536)) else "not stored"] += 1
+            seen["stored" if client.put(number) else "not stored"] += 1
         else:
-            seen[look(subject, key)] += 1
+            seen[client.look(number)] += 1
         if random.random() < 0.02:
-            for path in subject.files(key):
+            for path in client.files(number):
                 path.unlink(missing_ok=True)
     report(what=f"process {turn}", found=dict(seen))
     return 1 if seen["WRONG"] or not seen["hit"] else 0
@@ -223,22 +248,30 @@ def opened(mount: Path, nbytes: int) -> Store:
     """The cache as a process that has just started sees it."""
     identity = Identity(model=f"nfs {nbytes}", kv_dtype="uint8", chunk_tokens=4, name="nfs")
     bounds = Limits(max_bytes="1T", min_free_bytes=0)
-    return Namespace.create(mount, identity, [layout_of(nbytes)], bounds=bounds).stores[0]
+    layout = layout_of(nbytes, chunk_tokens=4)
+    return Namespace.create(mount, identity, [layout], bounds=bounds).stores[0]
 
 
-def saved(store: Store, keys: list[ChunkKey], nbytes: int) -> None:
+def memory_of(layout: KVLayout, value: int = 0) -> MemoryMap:
+    """Memory of one chunk, full of one value."""
+    shape = (layout.kv_heads, layout.chunk_tokens, layout.k_dim)
+    both = [[torch.full(shape, value, dtype=torch.int32) for _ in range(layout.layers)]
+            for _ in range(2)]  # fmt: skip
+    return memory_map(both, layout.chunk_tokens)
+
+
+def saved(store: Store, keys: list[ChunkKey]) -> None:
     """Save a prompt, front to back."""
-    data = memoryview(bytearray(noise(nbytes, 1)))
     for key in keys:
-        EntryWriter(store, memory_of(store.layout, data)).save([key])
+        EntryWriter(store, memory_of(store.layout, 1)).save([key])
 
 
 def costs(a: Path, b: Path) -> None:
     """Lookups of 128 chunks, saves and loads: RPCs and milliseconds."""
     writer = opened(a, 65536)
     whole, half = prompt(0, CHUNKS), prompt(1, CHUNKS)
-    saved(writer, whole, 65536)
-    saved(writer, half[: CHUNKS // 2], 65536)
+    saved(writer, whole)
+    saved(writer, half[: CHUNKS // 2])
     writer.close()
     for name, keys in (("all", whole), ("half", half), ("nothing", prompt(2, CHUNKS))):
         lookups(b, name, keys)
@@ -261,8 +294,8 @@ def lookups(mount: Path, name: str, keys: list[ChunkKey]) -> None:
 def saves(mount: Path, nbytes: int, label: str, keys: list[ChunkKey]) -> None:
     """Save chunks of a prompt of which the first are there, then save the same again."""
     store = opened(mount, nbytes)
-    saved(store, keys[:20], nbytes)
-    memory = memory_of(store.layout, memoryview(bytearray(noise(nbytes, 2))))
+    saved(store, keys[:20])
+    memory = memory_of(store.layout, 2)
     writer = EntryWriter(store, memory)
     for how in ("", " that is there"):
         what = f"save of a chunk of {label}{how}"
@@ -274,7 +307,7 @@ def loads(mount: Path, nbytes: int, label: str, keys: list[ChunkKey]) -> None:
     """Load chunks, first as a client that has just started."""
     forget()
     reader = opened(mount, nbytes)
-    memory = memory_of(reader.layout, memoryview(bytearray(nbytes)))
+    memory = memory_of(reader.layout)
     for when in ("cold", "warm"):
         what = f"load of a chunk of {label}, {when}"
         counted(mount, what, 16, lambda turn: reader.load([keys[turn]], memory))

@@ -382,12 +382,13 @@ class TestNames(SecurityTest):
 
 
 class TestPage(unittest.TestCase):
-    """docs/threat-model.md."""
+    """docs/threat-model.md and docs/guarantees.md."""
 
     def test_tests_exist(self) -> None:
-        """Every test that the page names is there."""
-        page = (ROOT / "docs" / "threat-model.md").read_text(encoding="utf-8")
-        named = re.findall(r"`((?:e2e/)?(?:test|fuzz)_\w+\.py)(?:: ([\w, ]+))?`", page)
+        """Every test that the pages name is there."""
+        pages = (ROOT / "docs" / name for name in ("threat-model.md", "guarantees.md"))
+        page = "\n".join(path.read_text(encoding="utf-8") for path in pages)
+        named = re.findall(r"`((?:e2e/)?test_\w+\.py)(?:: ([\w, ]+))?`", page)
         self.assertGreater(len(named), 15)
         for file, names in named:
             found = list(TESTS.rglob(file))

@@ -22,19 +22,19 @@ class SituationsTest(DirectoryTest):
     @pytest.mark.thorough
     def test_short(self) -> None:
         """Nothing wrong, no request fails, and what is new is stored and found again soon."""
-        report = self.root / "cells.json"
-        chosen = "fill ext4,another in its place,read-only,lower layer"
-        words = ["--faces", "library,CLI", "--only", chosen, "--json", str(report)]
-        done = subprocess.run(
-            [sys.executable, str(TESTS / "situations.py"), *words],
-            env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
-            capture_output=True, text=True, check=False,
-        )  # fmt: skip
-        self.assertEqual(0, done.returncode, done.stdout + done.stderr)
-        cells = json.loads(report.read_text())
-        self.assertEqual(5, len(cells))
-        for name, faces in cells.items():
-            for face, cell in faces.items():
+        few = "fill ext4,another in its place,read-only,lower layer"
+        more = "fill a tmpfs,removed,each file,each other,a file in its place,no descriptor,4 KiB"
+        for face, chosen, many in (("library", f"{few},{more}", 20), ("CLI", few, 5)):
+            report = self.root / f"{face}.json"
+            words = ["--faces", face, "--only", chosen, "--json", str(report)]
+            done = subprocess.run(
+                [sys.executable, str(TESTS / "situations.py"), *words],
+                env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+                capture_output=True, text=True, check=False,
+            )  # fmt: skip
+            self.assertEqual(0, done.returncode, done.stdout + done.stderr)
+            cells = json.loads(report.read_text())
+            self.assertEqual(many, len(cells))
+            for name, cell in cells.items():
                 with self.subTest(name, face=face):
-                    self.assertEqual(["library", "CLI"], list(faces))
-                    self.assertGreater(cell["right"], 0)
+                    self.assertGreater(cell[face]["right"], 0)

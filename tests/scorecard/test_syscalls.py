@@ -1,0 +1,196 @@
+"""Every system call of every operation on a directory is the last one, or fails."""
+
+from __future__ import annotations
+
+import gc
+import os
+import random
+import unittest
+from collections import defaultdict
+from collections.abc import Callable
+from itertools import islice, zip_longest
+from pathlib import Path
+from unittest import mock
+
+import pytest
+
+from helpers import DirectoryTest
+from scorecard.faults import syscalls
+from scorecard.faults.operations import Operation, operations
+from scorecard.faults.syscalls import calls_of, run_tampered
+from scorecard.faults.world import World, WrongBytesError, layout_of
+from vua.capacity.lru import mtime_ns_of
+from vua.io import posix, vectors
+from vua.storage.base import entry_name
+from vua.storage.local import LocalStorage
+from vua.storage.names import TEMPORARY
+
+NBYTES = 16 << 10
+CASES = 16 * int(os.environ.get("VUA_TEST_SCALE", "1"))
+"""Of each test; there are some thousands."""
+ERRORS = ("ENOSPC", "EIO", "ESTALE", "EACCES", "EINTR")
+FAILING = {
+    *("openat", "openat2", "mkdir", "mkdirat", "read", "preadv", "preadv2", "pwritev", "write"),
+    *("close", "fsync", "rename", "renameat", "renameat2", "link", "linkat", "unlink", "unlinkat"),
+    *("rmdir", "utimensat", "newfstatat", "fstat", "statx", "fchmod", "getdents64", "statfs"),
+}
+GONE = "statx,newfstatat,fstat:error=ESTALE"  # from one call on: one way to ask is like another
+LYING = {"pwritev": 4096, "preadv": 4096, "read": 100}  # moves nothing, claims so many bytes
+WHY_NOT = syscalls.why_not()
+
+
+@unittest.skipIf(WHY_NOT, WHY_NOT or "")
+@pytest.mark.thorough
+class OperationsTest(DirectoryTest):
+    """Puts, gets, evictions and collections, disturbed at each call that touches a file."""
+
+    def drawn(self, inject: Callable[[str, int], list[str]]) -> list[tuple[Operation, str]]:
+        """Some of the disturbances that ``inject`` names of a call, as many of each operation."""
+        chance, cases = random.Random(os.environ.get("VUA_TEST_SEED", "1")), defaultdict(list)
+        for operation in operations(self.root):
+            operation.prepare()
+            for call, count in sorted(calls_of(operation.run).items()):
+                for turn in range(1, count + 1):
+                    cases[operation.name] += [(operation, one) for one in inject(call, turn)]
+        rows = zip_longest(*(chance.sample(some, len(some)) for some in cases.values()))
+        return list(islice((case for row in rows for case in row if case), CASES))
+
+    def check_state(self, operation: Operation, orphans: int) -> None:
+        """Nothing wrong is read, and what is missing can be put; one collection leaves no rest."""
+        world = operation.world
+        world.check()
+        self.assertLessEqual(len(world.leftovers()), orphans, world.leftovers()[:3])
+        world.heal()
+        world.sweep()
+
+    def test_killed(self) -> None:
+        """Killed at any call an operation leaves no more than its due, and nothing wrong."""
+        survived = 0
+        cases = self.drawn(lambda call, turn: [f"{call}:signal=SIGKILL:when={turn}"])
+        for operation, inject in cases:
+            operation.prepare()
+            survived += not run_tampered(operation.run, inject).killed
+            with self.subTest(operation=operation.name, inject=inject):
+                self.check_state(operation, operation.orphans)
+        self.assertLessEqual(survived, 1 + len(cases) // 50)  # a call depends on the moment
+
+    def test_failing(self) -> None:
+        """Each call fails, once or from then on, or lies about a length: "not stored", or right."""
+
+        def inject(call: str, turn: int) -> list[str]:
+            if call not in FAILING:
+                return []
+            found = [f"{call}:error={name}:when={turn}" for name in ERRORS]
+            found.append(f"{call}:error=EIO:when={turn}+")
+            if call in ("statx", "newfstatat"):
+                found.append(f"{GONE}:when={turn}+")
+            if call in LYING:
+                found.append(f"{call}:retval={LYING[call]}:when={turn}")
+            return found
+
+        for operation, what in self.drawn(inject):
+            operation.prepare()
+            text = run_tampered(operation.run, what).text
+            with self.subTest(operation=operation.name, inject=what):
+                self.assertTrue(operation.may_end(text), text[-600:] or "it died")
+                self.check_state(operation, 99)
+
+    def test_kills_and_errors_are_injected(self) -> None:
+        """An operation is killed at the call that was named, or that call fails, or neither."""
+        path = self.root / "file"
+
+        def write() -> None:
+            fd = os.open(path, os.O_CREAT | os.O_WRONLY)
+            for text in (b"a", b"b", b"c"):
+                os.write(fd, text)
+            os.close(fd)
+
+        self.assertEqual(3, calls_of(write)["write"])
+        self.assertTrue(run_tampered(write, "write:signal=SIGKILL:when=3").killed)
+        self.assertEqual(b"abc", path.read_bytes())  # two of them new
+        path.unlink()
+        self.assertIn("[Errno 5]", run_tampered(write, "write:error=EIO:when=2").text)
+        self.assertEqual(b"a", path.read_bytes())
+
+
+class WorldTest(DirectoryTest):
+    """The directory of which every right byte is known."""
+
+    def setUp(self) -> None:
+        """Store three prompts of three chunks; two of them share the first."""
+        super().setUp()
+        self.world = World(self.root, layout_of(NBYTES))
+        self.world.heal()
+
+    def test_wrong_bytes_are_seen(self) -> None:
+        """A reader that believes all it is given raises what the tests look for."""
+        key = self.world.keys[0][0]
+        arrays = [[layer.clone() for layer in part] for part in self.world.content(key)]
+        self.world.judge([key], arrays)
+        arrays[1][0][0, 0, 0] += 1
+        with self.assertRaises(WrongBytesError):
+            self.world.judge([key], arrays)
+
+    def test_tidying_is_no_use(self) -> None:
+        """A collection that sweeps a temporary file leaves the chunk as old as it was."""
+        chunk = self.files()[0].parent
+        (chunk / f"{TEMPORARY}x-01234567-1-2").touch()
+        self.world.age()
+        space = os.open(chunk.parents[1], os.O_RDONLY)
+        self.addCleanup(os.close, space)
+        before = mtime_ns_of(space, chunk.name)
+        self.world.collect()
+
+        self.assertFalse((chunk / f"{TEMPORARY}x-01234567-1-2").exists())
+        self.assertEqual(before, mtime_ns_of(space, chunk.name))
+
+    @unittest.skipIf(WHY_NOT, WHY_NOT or "")
+    def test_stale_while_asking(self) -> None:
+        """A file whose size cannot be asked for any more is absent; no descriptor is left open."""
+        name = entry_name(self.world.keys[0][0].name, self.world.layout.full)
+        store = self.world.writer()
+        storage = store.storage
+        self.addCleanup(store.close)
+
+        def ask() -> None:
+            gc.disable()  # it would close what earlier tests left open
+            free = os.dup(0)
+            os.close(free)
+            found = [storage.exists([name], 1)[0] for _ in range(5)]
+            for _ in range(5):
+                with self.assertRaises(OSError):
+                    storage.open_file(name)
+            self.assertEqual([False] * 5, found)
+            self.assertEqual(free, os.dup(0))
+
+        self.assertTrue(storage.exists([name])[0])
+        self.assertEqual("done", run_tampered(ask, GONE).text)
+
+
+class TestWhoHoldsTheInterpreter(DirectoryTest):
+    """The GIL is kept only where no server can make the kernel wait."""
+
+    def test_local(self) -> None:
+        """A tmpfs is local; what is no disk at all, or no file, is not taken for it."""
+        for path, expected in (("/dev/shm", True), ("/proc", False), ("/sys", False)):
+            if Path(path).is_dir():
+                fd = os.open(path, os.O_RDONLY)
+                self.addCleanup(os.close, fd)
+                self.assertEqual(expected, posix.is_local(fd), path)
+        self.assertFalse(posix.is_local(-1))
+
+    def test_elsewhere(self) -> None:
+        """Where it is not local everything works as well, without any call that keeps the GIL."""
+        world = World(self.root, layout_of(NBYTES))
+        world.heal()
+        for calls in (posix.calls, vectors.calls):
+            kept = {name: calls.pop(name) for name in list(calls) if name.endswith("_cached")}
+            self.addCleanup(calls.update, kept)
+        with mock.patch.object(posix, "is_local", return_value=False):
+            store = world.writer()
+        self.addCleanup(store.close)
+        self.assertIsInstance(store.storage, LocalStorage)
+
+        self.assertEqual([3, 3, 3], [world.get(number, store) for number in world.prompts])
+        self.assertFalse(store.shards("0" * 64))
+        self.assertTrue(store.shards(world.keys[0][0].name))
