@@ -1,12 +1,12 @@
 """Small errors in `capacity`, `store` and `connector`, and which tests notice them.
 
-    python dev.py mutate [--mutants 60] [--seed 1] [--minutes 60] [--map FILE] [--markdown FILE]
+    python dev.py mutate [--mutants 60] [--seed 1] [--minutes 60] [--map FILE]
 
 Sites are found in the syntax trees: comparisons, `and` and `or`, `not`, numbers, truth values,
 guards that leave a function, calls made for what they do. A sample is drawn by the text of each, so
-that moving code does not change it; to it come the named errors of `NAMED`, each of which once
-went unnoticed. Every one is made in a copy of the source, and the quick tests that call the
-function run against it, the fastest first, until one fails. Tests of other functions are not run.
+that moving code does not change it. Every one is made in a copy of the source, and the quick tests
+that call the function run against it, the fastest first, until one fails. Tests of other functions
+are not run.
 
 A mutant that changes nothing anybody could see also counts as survived: read the table.
 """
@@ -85,8 +85,6 @@ class Mutant:
     """Which bytes of the file."""
     old: str
     new: str
-    name: str = ""
-    """Of a named one: what it gets wrong."""
 
     def text(self, source: bytes) -> bytes:
         return source[: self.start] + self.new.encode() + source[self.stop :]
@@ -95,140 +93,6 @@ class Mutant:
         """A number by which samples are drawn; whatever moves the code leaves it as it is."""
         key = f"{seed}:{self.function}:{self.old}:{self.new}"
         return hashlib.sha256(key.encode()).digest()
-
-
-@dataclass(frozen=True)
-class Named:
-    """An error that went unnoticed once: in one function, ``old`` becomes ``new``."""
-
-    name: str
-    path: str
-    old: str
-    new: str
-
-
-NAMED: tuple[Named, ...] = (
-    Named(
-        "every sound file counts as misplaced",
-        "vua/format/parse.py",
-        "foreign.misplaced = there != asked",
-        "foreign.misplaced = True",
-    ),
-    Named(
-        "failed reads need not be in a row",
-        "vua/store/store.py",
-        "self._failed.pop(keys[place].name, None)",
-        "pass",
-    ),
-    Named(
-        "the largest token id is refused",
-        "vua/format/keys.py",
-        "high > 0xFFFFFFFF",
-        "high >= 0xFFFFFFFF",
-    ),
-    Named(
-        "a load is good although the namespace changed meanwhile",
-        "vua/connector/worker.py",
-        "identity == self._opening.identity and",
-        "True and",
-    ),
-    Named(
-        "a load is good although the epoch was left meanwhile",
-        "vua/connector/worker.py",
-        "self._left is None and proven()",
-        "proven()",
-    ),
-    Named(
-        "of chunks in two files each a load into blocks takes one for all",
-        "vua/store/store.py",
-        "store.files is None or len(self._route) > 1",
-        "store.files is None",
-    ),
-    Named(
-        "nobody is told of a chunk that cannot be loaded",
-        "vua/connector/group_transfer.py",
-        "self.watch.gone(key.prefix_hash, self.shard)",
-        "pass",
-    ),
-    Named(
-        "what a GPU reads wrong by itself it goes on reading",
-        "vua/connector/device_transfer.py",
-        'gds.give_up("it read bytes that differ from the file")',
-        "pass",
-    ),
-    Named(
-        "a writer that is put aside is loaded again after a restart",
-        "vua/connector/witness.py",
-        "self.known.put_aside(writer)",
-        "pass",
-    ),
-    Named(
-        "somebody else's lease is deleted",
-        "vua/capacity/lease.py",
-        "if (ours.st_dev, ours.st_ino) == (there.st_dev, there.st_ino):",
-        "if True:",
-    ),
-    Named(
-        "eviction ahead of need spares only what follows the latest write's parent",
-        "vua/capacity/reclaim.py",
-        "self._writing_ns = min(self._writing_ns, self._latest_ns)",
-        "self._writing_ns = self._latest_ns",
-    ),
-    Named(
-        "what is written during a measurement is forgotten",
-        "vua/capacity/usage.py",
-        "unseen += max(0, self.used_bytes - before)",
-        "pass",
-    ),
-    Named(
-        "no second look at the mtime before a chunk is evicted",
-        "vua/capacity/evictor.py",
-        "aside or is_unchanged(space.fd, victim.chunk, victim.mtime_ns, seen_ns)",
-        "True",
-    ),
-    Named(
-        "a writer waits for the end of a sweep over very many chunks",
-        "vua/capacity/evictor.py",
-        "whole or not self.shares or sweep.chunks <= AT_ONCE",
-        "True",
-    ),
-    Named(
-        "each process sweeps for itself where times to live end",
-        "vua/capacity/reclaim.py",
-        "stays_s=pause_s",
-        "stays_s=0.0",
-    ),
-    Named(
-        "a process deletes logs of others that write",
-        "vua/capacity/hit_density.py",
-        "now_ns - mtime_ns >= _LIVE_NS",
-        "True",
-    ),
-    Named(
-        "a process takes itself for the only writer",
-        "vua/capacity/usage.py",
-        "limits.max_bytes * self._share / writers",
-        "limits.max_bytes * self._share",
-    ),
-    Named(
-        "a pin that comes during the rename is ignored",
-        "vua/capacity/removal.py",
-        "not pinned and any(name.startswith(PIN) for name in names)",
-        "False",
-    ),
-    Named(
-        "an orphan keeps its mtime",
-        "vua/capacity/reservation.py",
-        "set_mtime(fd, chunk, min(ORPHAN_MTIME_NS, before_ns - MTIME_STEP_NS))",
-        "pass",
-    ),
-    Named(
-        "with `durable` a file is not synced",
-        "vua/native/fallback.py",
-        "if options.durable:\n                    os.fsync(fd)",
-        "if False:\n                    os.fsync(fd)",
-    ),
-)
 
 
 # -- making mutants --------------------------------------------------------------------------
@@ -315,40 +179,9 @@ def compiles(text: bytes, mutant: Mutant) -> bool:
     return mutant.old != mutant.new
 
 
-def function_at(text: str, line: int) -> str:
-    """The function that a line is in, with its class."""
-    found = ""
-
-    def look(node: ast.AST, inside: str) -> None:
-        nonlocal found
-        for child in ast.iter_child_nodes(node):
-            if isinstance(child, ast.FunctionDef | ast.ClassDef):
-                name = f"{inside}.{child.name}" if inside else child.name
-                if child.lineno <= line <= (child.end_lineno or 0):
-                    found = name
-                    look(child, name)
-            else:
-                look(child, inside)
-
-    look(ast.parse(text), "")
-    return found
-
-
-def named_mutant(named: Named) -> Mutant:
-    """The mutant of a name. Raises LookupError where the source has changed."""
-    text = (SOURCE / named.path).read_text() if (SOURCE / named.path).exists() else ""
-    if text.count(named.old) != 1:
-        raise LookupError(f"{named.name}: {named.path} holds {named.old!r} no more, or not once")
-    at = len(text[: text.index(named.old)].encode())
-    line = text[: text.index(named.old)].count("\n") + 1
-    stop = at + len(named.old.encode())
-    where = function_at(text, line)
-    return Mutant(named.path, where, line, at, stop, named.old, named.new, named.name)
-
-
 def chosen(many: int, seed: int) -> list[Mutant]:
-    """A sample, as many of each room and one of a function at most; the named ones first."""
-    found, samples = [named_mutant(named) for named in NAMED], list[list[Mutant]]()
+    """A sample, as many of each room and one of a function at most."""
+    samples = list[list[Mutant]]()
     for room in ROOMS:
         paths = sorted((SOURCE / "vua" / room).rglob("*.py"))
         texts = {str(path.relative_to(SOURCE)): path.read_text() for path in paths}
@@ -356,7 +189,7 @@ def chosen(many: int, seed: int) -> list[Mutant]:
         drawn = sorted(every, key=lambda mutant: mutant.draw(seed))
         one_each = {(mutant.path, mutant.function): mutant for mutant in reversed(drawn)}
         samples.append(sorted(one_each.values(), key=drawn.index)[: many // len(ROOMS)])
-    return found + [mutant for row in zip(*samples, strict=False) for mutant in row]
+    return [mutant for row in zip(*samples, strict=False) for mutant in row]
 
 
 # -- which tests call what -------------------------------------------------------------------
@@ -517,28 +350,20 @@ def table(results: list[tuple[Mutant, str]]) -> str:
     ]
     for mutant, outcome in alive:
         old, new = (" ".join(part.split()).replace("|", "\\|") for part in (mutant.old, mutant.new))
-        what = f"{mutant.name}: " if mutant.name else ""
         where = f"{mutant.path.removeprefix('vua/')} `{mutant.function}`"
         by = outcome.removeprefix("**survived** ")
-        lines.append(f"| {where} | {what}`{old}` -> `{new}` | {by} |")
+        lines.append(f"| {where} | `{old}` -> `{new}` | {by} |")
     return "\n".join(lines)
 
 
-def replace_after(path: Path, text: str) -> None:
-    """Put the table after the mark of a page."""
-    before = path.read_text().split("<!-- mutations -->", 1)[0]
-    path.write_text(f"{before}<!-- mutations -->\n{text}\n")
-
-
 def main() -> int:
-    """Make the mutants, run the tests, print the table; 1 when a named one survives."""
+    """Make the mutants, run the tests, print the table."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--mutants", type=int, default=60, help="drawn beside the named ones")
+    parser.add_argument("--mutants", type=int, default=60, help="how many are drawn")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--only", default="", help="those whose path or function has this word")
     parser.add_argument("--minutes", type=float, default=60.0, help="begin none after that")
     parser.add_argument("--map", type=Path, help="which test calls what: kept, or taken from here")
-    parser.add_argument("--markdown", type=Path, help="put the table at the end of this page")
     asked = parser.parse_args()
     os.chdir(ROOT)
     mutants = [
@@ -574,10 +399,8 @@ def main() -> int:
             results.append((mutant, outcome))
             print(f"{mutant.path}:{mutant.line} {mutant.old!r} -> {mutant.new!r}: {outcome}")
             sys.stdout.flush()
-    print(text := table(results))
-    if asked.markdown:
-        replace_after(asked.markdown, text)
-    return any(mutant.name and not outcome.startswith("killed") for mutant, outcome in results)
+    print(table(results))
+    return 0
 
 
 if __name__ == "__main__":

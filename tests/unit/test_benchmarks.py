@@ -14,7 +14,6 @@ from typing import Any
 
 import pytest
 
-import mutation
 import speed
 import suite.__main__
 from buckets import memory_url
@@ -141,11 +140,6 @@ class SuiteTest(DirectoryTest):
         bad.write_text('{"hash_ids": [1], "input_length": 512}\n{"hash": 3}\n')
         with self.assertRaisesRegex(InputError, "bad, line 2"):
             read(bad)
-
-    def test_errors_by_name(self) -> None:
-        """Each error that `dev.py mutate` makes by name still has its place in the source."""
-        for named in mutation.NAMED:
-            self.assertEqual(named.name, mutation.named_mutant(named).name)
 
 
 class FirstRunTest(DirectoryTest):
