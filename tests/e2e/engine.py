@@ -482,7 +482,7 @@ def make_model(target: Path, what: dict[str, Any]) -> None:
     import torch
     import transformers
 
-    config = getattr(transformers, what["config_class"])(**what["config"])
+    config = transformers.AutoConfig.for_model(what["model_type"], **what["config"])
     torch.manual_seed(0)
     model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     model.save_pretrained(target)

@@ -293,9 +293,9 @@ def _served(phase: dict[str, Any], answer: dict[str, Any]) -> Served:
     )
 
 
-def make(at: Path, config_class: str, **config: Any) -> Path:
+def make(at: Path, model_type: str, **config: Any) -> Path:
     """Make a checkpoint of any architecture that transformers knows."""
-    what = {"at": str(at), "config_class": config_class, "config": config}
+    what = {"at": str(at), "model_type": model_type, "config": config}
     answer = driver().ask([{"make": what}])
     if "phases" not in answer:
         raise AssertionError(answer["log"][-6000:])

@@ -7,94 +7,45 @@ from typing import Any
 
 import pytest
 
+from e2e.architectures import gemma3, small
 from e2e.by_transformers import generate
-from e2e.checkpoints import SIZES, with_biases
+from e2e.checkpoints import with_biases
 from e2e.damage import CHUNK, stored
-from e2e.harness import PROMPT, SETTLE, Batch, EngineTest, llama, make, models
-from e2e.kinds import ROUTED
+from e2e.harness import PROMPT, SETTLE, Batch, EngineTest, llama, models
+from e2e.kinds import KINDS
 from small_models import make_model
 
 pytestmark = pytest.mark.vllm
 
 BATCH = Batch([PROMPT])
 WHOLE = len(PROMPT) // CHUNK * CHUNK
-TIED: dict[str, Any] = {"tie_word_embeddings": True, "initializer_range": 0.03}
-"""Small tied embeddings: larger ones outweigh all attention, and repeat the last token."""
-KINDS: dict[str, dict[str, Any]] = {
-    "Qwen2MoeConfig": {  # it says sliding_window 0 where vLLM says None
-        "moe_intermediate_size": 64,
-        "num_experts": 4,
-        "num_experts_per_tok": 2,
-        "shared_expert_intermediate_size": 64,
-    },
-    "OPTConfig": {  # learned positions, as many KV heads as heads
-        "do_layer_norm_before": True,
-        "ffn_dim": 256,
-        "init_std": 0.25,
-        "num_key_value_heads": 4,
-        "word_embed_proj_dim": 128,
-    },
-    "ArceeConfig": {"head_dim": 32},
-    "HunYuanDenseV1Config": {"head_dim": 32},
-    "HunYuanMoEV1Config": {"head_dim": 32, "num_experts": 4, "moe_topk": 2},
-    "MistralConfig": {"head_dim": 32, "sliding_window": 128},
-    "Gemma2Config": {
-        "head_dim": 32,
-        "query_pre_attn_scalar": 32,
-        "sliding_window": 128,
-        "layer_types": ["sliding_attention", "full_attention"],
-        **TIED,
-    },
-    "Gemma3TextConfig": {
-        "head_dim": 32,
-        "query_pre_attn_scalar": 32,
-        "sliding_window": 128,
-        "num_hidden_layers": 3,
-        "layer_types": ["sliding_attention", "sliding_attention", "full_attention"],
-        **TIED,
-    },
-    "GptOssConfig": {
-        "head_dim": 32,
-        "sliding_window": 128,
-        "layer_types": ["sliding_attention", "full_attention"],
-        "num_experts_per_tok": 2,
-        "num_local_experts": 4,
-    },
-}
-"""Models of further kinds, by their configurations in transformers."""
-KV: dict[str, Any] = {"num_key_value_heads": 2}
-MEET: dict[str, dict[str, Any]] = {
-    "falcon": {"new_decoder_architecture": False, "bias": False, "alibi": False},
-    "glm4_moe": {
-        **KV,
-        **ROUTED,
-        "head_dim": 32,
-    },
-    "gpt_neox": {},
-    "mixtral": {**KV, "num_local_experts": 4},
-    "olmo3": {
-        **KV,
-        "sliding_window": 128,
-        "layer_types": ["sliding_attention", "full_attention"],
-    },
-    "olmoe": {**KV, "num_experts": 4, "num_experts_per_tok": 2},
-    "phi": KV,
-    "starcoder2": KV,
-}
-"""Model types that transformers computes with torch's attention by default, and shares so."""
+KINDS_TO_SHARE = (
+    "Qwen2MoeForCausalLM",  # it says sliding_window 0 where vLLM says None
+    "OPTForCausalLM",  # learned positions, as many KV heads as heads
+    "ArceeForCausalLM",
+    "HunYuanDenseV1ForCausalLM",
+    "HunYuanMoEV1ForCausalLM",
+    "Gemma2ForCausalLM",
+    "GptOssForCausalLM",
+)
+"""Models of further kinds."""
+MEET = (
+    "FalconForCausalLM",
+    "Glm4MoeForCausalLM",
+    "GPTNeoXForCausalLM",
+    "MixtralForCausalLM",
+    "Olmo3ForCausalLM",
+    "OlmoeForCausalLM",
+    "PhiForCausalLM",
+    "Starcoder2ForCausalLM",
+)
+"""Those that transformers computes with torch's attention by default, and shares so."""
 READ_OTHERWISE: dict[str, dict[str, Any]] = {
-    "llama": {**KV, "partial_rotary_factor": 0.5},
-    "mixtral": {**KV, "num_local_experts": 4, "hidden_act": "gelu"},
+    "llama": {"num_key_value_heads": 2, "partial_rotary_factor": 0.5},
+    "mixtral": KINDS["MixtralForCausalLM"].config | {"hidden_act": "gelu"},
 }
 """Model types with what one engine passes over in their config."""
 WITNESS: dict[str, Any] = {"witness_every": 1000}
-COHERE2: dict[str, Any] = {
-    "head_dim": 32,
-    "sliding_window": 128,
-    "layer_types": ["sliding_attention", "full_attention"],
-    "logit_scale": 1.0,
-    **TIED,
-}
 
 
 class OtherEngineTest(EngineTest):
@@ -112,11 +63,9 @@ class OtherEngineTest(EngineTest):
     def test_further_kinds(self) -> None:
         """Kinds whose configurations the engines write differently share, too."""
         qwen3 = make_model(models() / "qwen3-to-share", family="qwen3", seed=3)
-        made = {
-            kind: make(models() / kind, kind, **SIZES | {"num_key_value_heads": 2} | settings)
-            for kind, settings in KINDS.items()
-        }
-        self.check_shared(made | {"qwen3": qwen3})
+        made = {name: small(name) for name in KINDS_TO_SHARE}
+        made["mistral"] = small("MistralForCausalLM", sliding_window=128)
+        self.check_shared(made | {"gemma3": gemma3(), "qwen3": qwen3})
 
     def check_shared(self, kinds: dict[str, Path]) -> None:
         """One engine loads all whole chunks that the other one stored: the ways take turns."""
@@ -136,8 +85,7 @@ class OtherEngineTest(EngineTest):
     @pytest.mark.thorough
     def test_kept_apart(self) -> None:
         """Cohere 2's window is a token longer in vLLM, so K and V differ: nothing is shared."""
-        kind = "Cohere2Config"
-        path = make(models() / kind, kind, **SIZES | {"num_key_value_heads": 2} | COHERE2)
+        path = small("Cohere2ForCausalLM")
         engine = {"model": str(path)}
         self._generate(path, new_tokens=1)
         self.assertEqual([0], self.serve(BATCH, engine=engine).cached)
@@ -151,8 +99,10 @@ class OtherEngineTest(EngineTest):
         """Models of further types share in the attention that transformers takes by default."""
         self.check_shared(
             {
-                kind: with_biases(models() / f"{kind}-met", kind, **config)
-                for kind, config in MEET.items()
+                name: with_biases(
+                    models() / f"{name}-met", KINDS[name].model_type, **KINDS[name].config
+                )
+                for name in MEET
             }
         )
 

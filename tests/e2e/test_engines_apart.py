@@ -14,6 +14,7 @@ from e2e.by_transformers import generated, model_of
 from e2e.checkpoints import SIZES
 from e2e.damage import CHUNK
 from e2e.harness import PROMPT, SETTLE, Batch, EngineTest, llama, make, models, tokens
+from e2e.kinds import KINDS
 from model_changes import CHANGES, PLACES
 
 pytestmark = [pytest.mark.vllm, pytest.mark.thorough]
@@ -31,16 +32,6 @@ CHANGED = (
     "rounded",
 )
 REPLACED = ("a function of torch", "code in place", "a closure's value")
-GEMMA2: dict[str, Any] = {
-    "attn_logit_softcapping": 2.0,
-    "head_dim": 32,
-    "initializer_range": 0.03,
-    "layer_types": ["sliding_attention", "full_attention"],
-    "num_key_value_heads": 2,
-    "query_pre_attn_scalar": 32,
-    "sliding_window": 128,
-    "tie_word_embeddings": True,
-}
 
 
 def changed(name: str) -> Any:
@@ -61,7 +52,8 @@ def plain(model: Any, prompt: list[int] = PROMPT) -> list[int]:
 
 def gemma2() -> Path:
     """A Gemma 2 whose attention is sharp, so that its soft cap decides the tokens."""
-    path = make(models() / "sharp", "Gemma2Config", **SIZES | GEMMA2)
+    config = SIZES | KINDS["Gemma2ForCausalLM"].config | {"attn_logit_softcapping": 2.0}
+    path = make(models() / "sharp", "gemma2", **config)
     file = path / "model.safetensors"
     weights = load_file(file)
     for name in weights:

@@ -36,7 +36,7 @@ def mellum() -> Path:
         "head_dim": 32,
         "sliding_window": WINDOW * CHUNK,
     }
-    return make(models() / "mellum", "MellumConfig", **SIZES | settings)
+    return make(models() / "mellum", "mellum", **SIZES | settings)
 
 
 def prompt(seed: int) -> list[int]:

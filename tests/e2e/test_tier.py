@@ -129,7 +129,7 @@ class TierTest(EngineTest):
 
     def test_gemma4(self) -> None:
         """Heads of several sizes, and windows."""
-        self.check(model=str(architectures.gemma4(global_head_dim=64, head_dim=32)))
+        self.check(model=str(architectures.gemma4()))
 
     def test_llama4(self) -> None:
         """Attention within chunks of 512 tokens."""
