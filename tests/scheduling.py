@@ -5,10 +5,24 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
+from vua.connector.cache_spec import Group, Model
 from vua.connector.metadata import ScheduledRequest, ScheduledStep
+from vua.format.identity import Identity
 from vua.format.layout import KVLayout
 
 LAYOUT = KVLayout(1, 1, 8, 8, "U8", 16)
+
+
+def model_of(
+    layout: KVLayout = LAYOUT, *, workers: int = 1, block: int = 0, name: str = "m", **more: Any
+) -> Model:
+    """An engine's KV cache of one group, each of whose workers has all of it.
+
+    ``block``: tokens of the engine's blocks; 0: as a chunk.
+    """
+    size, shards = layout.chunk_tokens, ((layout.full,) * workers,)
+    group = Group(layout, tuple(range(layout.layers)), shards, (0,))
+    return Model(Identity(model=name, chunk_tokens=size), (group,), (block or size,), **more)
 
 
 def request_of(name: str, **settings: Any) -> Any:

@@ -16,8 +16,8 @@ import pytest
 from devices import on_cpu_too
 
 from helpers import DirectoryTest, bits, flip, keys_of, noise, save_step, until
+from scheduling import model_of
 from vua.device.movers import PosixMover
-from vua.format.identity import Identity
 from vua.format.layout import KVLayout
 from vua.security.keyring import Keyring, NoKeyError
 from vua.storage.base import ReadResult
@@ -26,7 +26,6 @@ from vua.storage.local import LocalStorage
 pytestmark = pytest.mark.vllm
 
 if find_spec("vllm"):
-    from vua.connector.cache_spec import Group, Model
     from vua.connector.config import ConnectorConfig
     from vua.connector.events import GoneChunks
     from vua.connector.group_transfer import Rank
@@ -50,10 +49,8 @@ class BadChunkTest(DirectoryTest):
         """A worker that has stored five chunks of noise."""
         if on_device:
             on_cpu_too(self)
-        group = Group(LAYOUT, (0, 1), ((LAYOUT.full,),), (0,))
-        identity = Identity(model=f"device {on_device}", chunk_tokens=16)
-        self.namespace = identity.namespace
-        model = Model(identity, (group,), (16,))
+        model = model_of(LAYOUT, name=f"device {on_device}")
+        self.namespace = model.identity.namespace
         path = str(self.root)
         config = ConnectorConfig(shared_storage_path=path, chunk_tokens=16, **settings)
         self.watch = GoneChunks(model)

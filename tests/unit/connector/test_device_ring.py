@@ -14,6 +14,7 @@ import torch
 from devices import on_cpu_too
 
 from helpers import DirectoryTest, bits, flip, has_native, keys_of, noise, save_step, until
+from scheduling import model_of
 from vua.device import xxh3
 from vua.format.layout import KVLayout
 from vua.store.entry_reader import EntryReader
@@ -24,12 +25,10 @@ HAS_VLLM = bool(find_spec("vllm"))
 
 if HAS_VLLM:
     from vua.connector import device_transfer
-    from vua.connector.cache_spec import Group, Model
     from vua.connector.config import ConnectorConfig
     from vua.connector.group_transfer import Rank
     from vua.connector.metadata import ConnectorMetadata, GroupLoad, LoadOrder, SaveOrder
     from vua.connector.worker import WorkerSide
-    from vua.format.identity import Identity
     from vua.vllm import page_layout
 
 LAYOUT = KVLayout(3, 2, 8, 8, "BF16", 16)
@@ -58,8 +57,7 @@ class RingTest(DirectoryTest):
         self.blocks = [BLOCKS - 1 - at for at in range(CHUNKS)]
 
     def side(self, memory: torch.Tensor) -> WorkerSide:
-        group = Group(LAYOUT, (0, 1, 2), ((LAYOUT.full,),), (0,))
-        model = Model(Identity(model="m", chunk_tokens=16), (group,), (16,))
+        model = model_of(LAYOUT)
         config = ConnectorConfig(shared_storage_path=str(self.root), chunk_tokens=16)
         side = WorkerSide(model, config, Rank(0, 0))
         names = [f"model.layers.{at}" for at in range(3)]

@@ -16,6 +16,7 @@ import torch
 from devices import on_cpu_too
 
 from helpers import DirectoryTest, bits, keys_of, noise, save_step
+from scheduling import model_of
 from vua.errors import ConfigError, LayoutError
 from vua.format.layout import KVLayout
 
@@ -50,16 +51,12 @@ class FormsTest(DirectoryTest):
         caches: dict[str, torch.Tensor],
         **settings: Any,
     ) -> Any:
-        from vua.connector.cache_spec import Group, Model
         from vua.connector.config import ConnectorConfig
         from vua.connector.group_transfer import Rank
         from vua.connector.worker import WorkerSide
-        from vua.format.identity import Identity
         from vua.vllm import page_layout
 
-        group = Group(layout, tuple(range(layout.layers)), ((layout.full,),), (0,))
-        identity = Identity(model=f"{layout}", chunk_tokens=layout.chunk_tokens)
-        model = Model(identity, (group,), (block_size,))
+        model = model_of(layout, block=block_size, name=f"{layout}")
         config = ConnectorConfig(shared_storage_path=str(self.root), chunk_tokens=16, **settings)
         made = WorkerSide(model, config, Rank(0, 0))
         made.register(

@@ -10,14 +10,13 @@ from typing import Any
 
 import pytest
 
+from scheduling import model_of
 from vua.connector.config import ConnectorConfig, WorkerResources
-from vua.format.identity import Identity
 from vua.format.layout import KVLayout
 
 pytestmark = pytest.mark.vllm
 
 if find_spec("vllm"):
-    from vua.connector.cache_spec import Group, Model
     from vua.connector.load_policy import LoadDecision, LoadPolicy
 
 CHUNK = 64
@@ -29,9 +28,7 @@ TOKEN_S = 1e-3
 def model(window: int | None = None, block: int = 32) -> Any:
     """One layer of one head, :data:`TOKEN_NBYTES` a token."""
     tag = "" if window is None else f"w{window}"
-    layout = KVLayout(1, 1, 8, 8, "U8", CHUNK, tag)
-    group = Group(layout, (0,), ((layout.full,),), (0,))
-    return Model(Identity(model="m", chunk_tokens=CHUNK), (group,), (block,))
+    return model_of(KVLayout(1, 1, 8, 8, "U8", CHUNK, tag), block=block)
 
 
 class Storage:

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from helpers import DirectoryTest, until
+from scheduling import model_of
 from vua.connector.config import WorkerResources
 from vua.connector.write_queue import WriterCount
 from vua.format.layout import KVLayout
@@ -20,9 +21,7 @@ pytestmark = pytest.mark.vllm
 
 if find_spec("vllm"):
     from saves import LLAMA_8B, SavingEngine, Sink
-    from vua.connector.cache_spec import Group, Model
     from vua.connector.group_transfer import save_limit
-    from vua.format.identity import Identity
 
 SMALL = KVLayout(2, 1, 8, 4, "F32", 64)
 TOKENS, STEP_TOKENS = 32768, 8192
@@ -187,10 +186,7 @@ class LongPromptTest(DirectoryTest):
 class MemoryTest(unittest.TestCase):
     def limit(self, *, workers: int = 1, mib: int = 0, step_tokens: int = STEP_TOKENS) -> int:
         """For how many chunks of Llama 8B there are buffers."""
-        shards = tuple(LLAMA_8B.full for _ in range(workers))
-        group = Group(LLAMA_8B, tuple(range(32)), (shards,), (0,))
-        identity = Identity(model="m", chunk_tokens=64)
-        model = Model(identity, (group,), (16,), step_tokens=step_tokens)
+        model = model_of(LLAMA_8B, workers=workers, block=16, step_tokens=step_tokens)
         return save_limit(model, LLAMA_8B.full.payload_nbytes(LLAMA_8B), mib)
 
     def test_default(self) -> None:

@@ -16,13 +16,13 @@ import pytest
 import torch
 
 from helpers import DirectoryTest, save_chunk
+from scheduling import model_of
 from vua.connector.adapters import Adapter, AdapterNote
-from vua.connector.cache_spec import EngineIdentity, Group, Model
+from vua.connector.cache_spec import EngineIdentity
 from vua.connector.config import ConnectorConfig
 from vua.connector.metadata import WorkerOutput
 from vua.connector.scheduler import SchedulerSide
 from vua.device.buffers import StagingBuffer
-from vua.format.identity import Identity
 from vua.format.keys import ChunkKey
 from vua.format.layout import KVLayout
 
@@ -38,8 +38,7 @@ class RequestFieldsTest(DirectoryTest):
 
     def setUp(self) -> None:
         super().setUp()
-        group = Group(LAYOUT, (0,), ((LAYOUT.full,),), (0,))
-        model = Model(Identity(model="m", chunk_tokens=16), (group,), (16,))
+        model = model_of(LAYOUT)
         self.config = ConnectorConfig(
             shared_storage_path=str(self.root / "kv"), chunk_tokens=16, witness_every=0
         )

@@ -13,16 +13,15 @@ import pytest
 
 from commands import run_json, told
 from helpers import caches_of
+from scheduling import model_of
 from vua.connector.log import logger
 from vua.core import VUA, VUAConfig
-from vua.format.identity import Identity
 from vua.format.layout import KVLayout
 from vua.security.settings import Security
 
 pytestmark = pytest.mark.vllm
 
 if find_spec("vllm"):
-    from vua.connector.cache_spec import Group, Model
     from vua.connector.config import ConnectorConfig
     from vua.connector.load_policy import LoadDecision, LoadPolicy
     from vua.connector.metrics import Recorder, RequestMetrics
@@ -33,9 +32,7 @@ class RequestMetricsTest(unittest.TestCase):
     def setUp(self) -> None:
         self.now = 100.0
         self.stats = Recorder()
-        layout = KVLayout(1, 1, 8, 8, "U8", 64)
-        group = Group(layout, (0,), ((layout.full,),), (0,))
-        model = Model(Identity(model="m", chunk_tokens=64), (group,), (64,))
+        model = model_of(KVLayout(1, 1, 8, 8, "U8", 64))
         config = ConnectorConfig(shared_storage_path="/kv")
         self.policy = LoadPolicy(model, config, clock=lambda: self.now)
         self.request_metrics = RequestMetrics(self.stats, self.policy, clock=lambda: self.now)

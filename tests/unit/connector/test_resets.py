@@ -12,15 +12,13 @@ import pytest
 import torch
 
 from helpers import noise, until
-from scheduling import request_of, step
-from vua.connector.cache_spec import Group, Model
+from scheduling import model_of, request_of, step
 from vua.connector.config import ConnectorConfig, Timeouts
 from vua.connector.group_transfer import Rank
 from vua.connector.metadata import ConnectorMetadata
 from vua.connector.scheduler import SchedulerSide
 from vua.connector.weights_watch import EngineMemory, EngineState
 from vua.connector.worker import WorkerSide
-from vua.format.identity import Identity
 from vua.format.layout import KVLayout
 
 pytestmark = pytest.mark.vllm
@@ -41,9 +39,7 @@ class ResetTest(unittest.TestCase):
             witness_every=0,
         )
         self.now_s = 0.0
-        layout = KVLayout(1, 1, 8, 4, "F32", 16)
-        group = Group(layout, (0,), ((layout.full,),), (0,))
-        model = Model(Identity(model="m", chunk_tokens=16), (group,), (16,))
+        model = model_of(KVLayout(1, 1, 8, 4, "F32", 16))
         self.engine = EngineMemory(torch.nn.Linear(8, 8), last_call="update")
         self.watch = memory = EngineState(self.engine)
         until(lambda: memory.expected.read)

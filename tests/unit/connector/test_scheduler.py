@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from helpers import keys_of, save_chunk, until
-from scheduling import LAYOUT, answer, bare_connector, request_of, step
+from scheduling import LAYOUT, answer, bare_connector, model_of, request_of, step
 from vua.capacity.hit_density import UseLog
 from vua.capacity.limits import Limits
 from vua.capacity.marks import settle_ttl, ttl_s_of
@@ -23,7 +23,6 @@ from vua.capacity.saved import parted_at
 from vua.connector.config import ConnectorConfig, Timeouts
 from vua.connector.metadata import ConnectorMetadata, ScheduledRequest, ScheduledStep, WorkerOutput
 from vua.device.buffers import StagingBuffer
-from vua.format.identity import Identity
 from vua.format.keys import KeyChain, token_ids
 from vua.format.layout import KVLayout
 from vua.security.keyring import tenant_of, write_key
@@ -58,7 +57,6 @@ class SchedulerTest(unittest.TestCase):
         workers: int = 1,
         **settings: Any,
     ) -> Any:
-        from vua.connector.cache_spec import Group, Model
         from vua.connector.events import KVEventPublisher
         from vua.connector.scheduler import SchedulerSide
 
@@ -69,9 +67,7 @@ class SchedulerTest(unittest.TestCase):
             def removed_event(self, hashes: list[Any]) -> Any:
                 return SimpleNamespace(block_hashes=hashes)
 
-        group = Group(layout, (0,), ((layout.full,) * workers,), (0,))
-        identity = Identity(model="m", chunk_tokens=16)
-        model = Model(identity, (group,), (block,))
+        model = model_of(layout, workers=workers, block=block)
         folder = tempfile.TemporaryDirectory(ignore_cleanup_errors=True)
         self.addCleanup(folder.cleanup)
         self.root = Path(folder.name)

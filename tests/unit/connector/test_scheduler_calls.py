@@ -11,14 +11,13 @@ from types import FrameType, SimpleNamespace
 import pytest
 
 from helpers import save_chunk
-from vua.connector.cache_spec import Group, Model
+from scheduling import model_of
 from vua.connector.config import ConnectorConfig
 from vua.connector.lookup import Lookup
 from vua.connector.media import Media
 from vua.connector.metadata import ConnectorMetadata, ScheduledRequest, ScheduledStep
 from vua.connector.scheduler import SchedulerSide
 from vua.device.buffers import StagingBuffer
-from vua.format.identity import Identity
 from vua.format.layout import KVLayout
 
 CHUNK = 16
@@ -41,8 +40,7 @@ class CallsTest(unittest.TestCase):
     def calls(self, tokens: int) -> dict[str, int]:
         """Count the calls of each Python function for a prompt that is stored to its half."""
         layout = KVLayout(1, 1, 8, 8, "U8", CHUNK)
-        group = Group(layout, (0,), ((layout.full,),), (0,))
-        model = Model(Identity(model="m", chunk_tokens=CHUNK), (group,), (CHUNK,))
+        model = model_of(layout)
         with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as root:
             config = ConnectorConfig(shared_storage_path=root, chunk_tokens=CHUNK, witness_every=0)
             side = SchedulerSide(model, config, loads=True, saves=True)

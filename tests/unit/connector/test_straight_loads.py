@@ -11,7 +11,7 @@ from unittest import mock
 import pytest
 
 from helpers import DirectoryTest, bits, flip, has_native, keys_of, noise, save_step, until
-from vua.format.identity import Identity
+from scheduling import model_of
 from vua.format.layout import KVLayout
 from vua.io.pool import Job, Pool
 from vua.store.store import Loader
@@ -19,7 +19,6 @@ from vua.store.store import Loader
 pytestmark = pytest.mark.vllm
 
 if find_spec("vllm"):
-    from vua.connector.cache_spec import Group, Model
     from vua.connector.config import ConnectorConfig
     from vua.connector.group_transfer import Rank
     from vua.connector.metadata import ConnectorMetadata, GroupLoad, LoadOrder, SaveOrder
@@ -36,8 +35,7 @@ class CachedLoadTest(DirectoryTest):
         super().setUp()
         if not has_native():
             self.skipTest("native code is not built: python3 dev.py build")
-        group = Group(LAYOUT, (0, 1), ((LAYOUT.full,),), (0,))
-        model = Model(Identity(model="m", chunk_tokens=16), (group,), (16,))
+        model = model_of(LAYOUT)
         config = ConnectorConfig(shared_storage_path=str(self.root), chunk_tokens=16)
         self.side = WorkerSide(model, config, Rank(0, 0))
         self.addCleanup(self.side.shutdown)

@@ -11,11 +11,10 @@ from typing import Any
 import pytest
 
 from helpers import DirectoryTest, bits, keys_of, noise, save_step, until
-from scheduling import bare_connector
+from scheduling import bare_connector, model_of
 from throttle import ThrottledStorage
 from vua.connector.metadata import ScheduledRequest, ScheduledStep
 from vua.errors import ConfigError
-from vua.format.identity import Identity
 from vua.format.layout import KVLayout
 from vua.storage.base import Batch, ReadResult
 
@@ -53,7 +52,6 @@ class SlowStorage(ThrottledStorage):
 class ThrottledConnectorTest(DirectoryTest):
     def start(self, **settings: Any) -> None:
         """Both halves on one directory, with a prompt of four chunks stored and one computed."""
-        from vua.connector.cache_spec import Group, Model
         from vua.connector.config import ConnectorConfig
         from vua.connector.group_transfer import Rank
         from vua.connector.metadata import ConnectorMetadata, SaveOrder
@@ -61,8 +59,7 @@ class ThrottledConnectorTest(DirectoryTest):
         from vua.connector.worker import WorkerSide
         from vua.vllm import page_layout
 
-        group = Group(LAYOUT, (0, 1), ((LAYOUT.full,),), (0,))
-        model = Model(Identity(model="m", chunk_tokens=16), (group,), (16,))
+        model = model_of(LAYOUT)
         settings |= {"witness_every": 0}
         config = ConnectorConfig(shared_storage_path=str(self.root), chunk_tokens=16, **settings)
         self.clock = Clock()

@@ -20,6 +20,7 @@ from unittest import mock
 import pytest
 
 from helpers import save_chunk
+from scheduling import model_of
 from vua.device.buffers import StagingBuffer
 from vua.format.entry import written_name
 from vua.format.identity import Identity
@@ -33,7 +34,6 @@ from vua.store.writer import new_writer
 pytestmark = pytest.mark.vllm
 
 if find_spec("vllm"):
-    from vua.connector.cache_spec import Group, Model
     from vua.connector.config import ConnectorConfig, Timeouts
     from vua.connector.metadata import ComparisonResult, Verdict
     from vua.connector.metrics import Recorder
@@ -129,9 +129,7 @@ class EngineTest(unittest.TestCase):
         **settings: Any,
     ) -> Witness:
         """A new engine's."""
-        shards = ((LAYOUT.full,) * workers,)
-        group = Group(LAYOUT, (0,), shards, (0,))
-        model = Model(IDENTITY, (group,), (SIZE,), trusts_itself=trusts_itself)
+        model = model_of(LAYOUT, workers=workers, trusts_itself=trusts_itself)
         model = model.in_epoch(model_epoch)
         config = ConnectorConfig(shared_storage_path=str(self.root), **settings)
         self.stats, chance = Recorder(), random.Random(seed)

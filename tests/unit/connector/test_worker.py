@@ -16,6 +16,7 @@ import torch
 from devices import on_cpu_too
 
 from helpers import DirectoryTest, bits, keys_of, noise, save_step, until
+from scheduling import model_of
 from vua.device.staging import Fence, Staging
 from vua.errors import StorageError
 from vua.format.identity import Identity
@@ -25,7 +26,7 @@ from vua.storage.base import Batch
 pytestmark = pytest.mark.vllm
 
 if find_spec("vllm"):
-    from vua.connector.cache_spec import Group, Model, UncachedError
+    from vua.connector.cache_spec import UncachedError
     from vua.connector.config import ConnectorConfig, Timeouts, WorkerResources
     from vua.connector.device_transfer import DeviceGroupTransfer
     from vua.connector.group_transfer import Rank
@@ -111,8 +112,7 @@ class HangingTest(DirectoryTest):
     ) -> WorkerSide:
         """A worker on this test's directory, which computes with ``memory``."""
         settings = {"worker": ONE_THREAD, "timeouts": Timeouts(io_s=IO_S)} | settings
-        group = Group(LAYOUT, (0, 1), ((LAYOUT.full,),), (0,))
-        model = Model(Identity(model="m", chunk_tokens=16), (group,), (16,), **(of_vllm or {}))
+        model = model_of(LAYOUT, **(of_vllm or {}))
         config = ConnectorConfig(shared_storage_path=str(self.root), chunk_tokens=16, **settings)
         side = WorkerSide(model, config, Rank(0, 0), memory=memory, clock=self.clock)
         self.addCleanup(side.shutdown)
@@ -260,14 +260,13 @@ class HangingTest(DirectoryTest):
 
     def test_replicas_share_reads(self) -> None:
         """Ranks that hold the same heads read through the page cache, others past it."""
-        for shards in (((LAYOUT.full, LAYOUT.full),), ((LAYOUT.full,),)):
-            group = Group(LAYOUT, (0, 1), shards, (0,))
-            model = Model(Identity(model="m", chunk_tokens=16), (group,), (16,))
+        for workers in (2, 1):
+            model = model_of(LAYOUT, workers=workers)
             config = ConnectorConfig(shared_storage_path=str(self.root), chunk_tokens=16)
             side = WorkerSide(model, config, Rank(0, 0))
             self.addCleanup(side.shutdown)
             storage = side.groups[0].store.storage
-            self.assertEqual(len(shards[0]) > 1, storage.shares_reads)
+            self.assertEqual(workers > 1, storage.shares_reads)
 
     @pytest.mark.thorough
     def test_changed_while_loading(self) -> None:
