@@ -70,7 +70,7 @@ class VersionsTest(EngineTest):
 
         self.assertEqual([expected, [0], []], [served.tokens, served.cached, stored(self.root)])
         self.assertIn(
-            "served without a stored KV cache: a sliding window needs more of vLLM's load",
+            "served without a stored KV cache: a model with windows or several KV cache groups",
             served.log,
         )
         self.assertIn("install vLLM 0.30 or later", served.log)
