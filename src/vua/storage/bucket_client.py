@@ -315,9 +315,10 @@ def _is_on(name: str) -> bool:
 
 
 def _check(url: str, name: str, value: str | None, form: str, expected: str) -> None:
-    """Raise ConfigError if a setting has another form; it may be a secret."""
+    """Raise ConfigError if a setting has another form; it is not shown if it may hold a secret."""
     if value is not None and not re.fullmatch(form, value):
-        raise ConfigError(f"{url}: {name} is not as expected: {expected}")
+        shown = "" if name in _SECRETS or "@" in value else f" {value!r}"
+        raise ConfigError(f"{url}: {name}{shown} is not as expected: {expected}")
 
 
 # -- S3 -----------------------------------------------------------------------------------------
