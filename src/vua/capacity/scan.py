@@ -21,6 +21,9 @@ _SAMPLED_CHUNKS: Final = 4096
 """Fans are read for the sample until they hold so many chunks, or `_SAMPLED_FANS` per namespace."""
 _TOGETHER: Final = 1024
 """Chunks ranked at a time: ranking those of a fan takes 0.1 ms, however few they are."""
+_LOWEST: Final = 32
+"""One of so many chunks of a sample is a victim at most: the lowest of few fans are not the lowest
+of all, and the next sample has others."""
 _BAND: Final = 1 / 100
 """Share of all chunks that one sweep finds at least: then a victim costs a hundred looks at most,
 however many chunks there are."""
@@ -145,8 +148,10 @@ class Sweep:
         return self._limit == HIGHEST
 
     def victims(self) -> Candidates:
-        """Return what goes first of the fans so far, in order."""
-        return in_order(np.concatenate([np.empty(0, CANDIDATE), *self._found]))
+        """Return what goes first of the fans so far, in order; of a sample a few."""
+        found = in_order(np.concatenate([np.empty(0, CANDIDATE), *self._found]))
+        is_sample = any(fans for _, fans in self._todo)
+        return found[: max(1, sum(self.counts.values()) // _LOWEST)] if is_sample else found
 
     def drain(self, pulse: Callable[[], None]) -> None:
         """Look at all the rest; ``pulse`` is called often meanwhile."""
