@@ -99,7 +99,7 @@ def table(heads: list[str], rows: list[list[str]]) -> str:
 
 
 def entries(rows: list[tuple[str, str, str]]) -> str:
-    """A list of names, what is in brackets behind each, and its text."""
+    """A list of Markdown: a name, more about it in brackets, and a text."""
     return "".join(f"- `{name}` ({more}). {text}\n" for name, more, text in rows)
 
 

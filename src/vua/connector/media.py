@@ -172,5 +172,5 @@ def _digest_of(value: Any) -> bytes:
     """Return 64 hex digits. Raises UncachedError."""
     try:
         return Content(value, _VERSION, copied=False).digest().encode()
-    except (UncachedError, NotImplementedError, TypeError) as problem:  # the second: no memory
+    except (UncachedError, NotImplementedError, TypeError) as problem:  # a tensor without memory
         raise refused("content", problem) from problem

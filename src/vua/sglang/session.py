@@ -36,7 +36,7 @@ log = logger("worker")
 
 _THREADS: Final = 2
 _LOOK_EVERY_S: Final = 10.0
-"""How often it is looked whether there are another engine's chunks."""
+"""Seconds between two looks for another engine's chunks."""
 
 
 class Part(NamedTuple):
