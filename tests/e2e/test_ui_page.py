@@ -107,11 +107,11 @@ class PageTest(CliTest):
             self.check_fits(tab, "#line", "#full", "#namespaces")
 
     def test_many_chunks(self) -> None:
-        """Of 40,000 chunks a sample is counted, and named so; of their files a part is read."""
+        """Of 100,000 chunks a sample is counted, and named so; of their files a part is read."""
         memory = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
         with tempfile.TemporaryDirectory(dir=memory) as place:
             root = Path(place)
-            fill(root, 40_000)
+            fill(root, 100_000)
             with served(root) as page, browser() as tab:
                 tab.size(*SIZES[0])
                 self.ready(tab, page.url)
@@ -119,7 +119,7 @@ class PageTest(CliTest):
                 summary = tab.run("document.querySelector('#summary').textContent")
                 passed = tab.run("document.querySelector('#passed').textContent")
         self.assertRegex(chunks, r"^about \d+,\d00$")
-        self.assertLess(abs(int(chunks[6:].replace(",", "")) - 40_000), 2000)
+        self.assertLess(abs(int(chunks[6:].replace(",", "")) - 100_000), 2000)
         self.assertIn(f"{chunks} chunks in 1 namespace, estimated from a sample", summary)
         self.assertIn("a random part of all, read", passed)
 
