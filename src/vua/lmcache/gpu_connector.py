@@ -70,18 +70,6 @@ class MemoryObj:
         self.metadata = MemoryObjMetadata(fmt)
 
 
-def has_format(memory_obj: MemoryObj, fmt: MemoryFormat) -> bool:
-    """Whether an object, VUA's or LMCache's, has a format."""
-    found = memory_obj.metadata.fmt
-    return bool(getattr(found, "value", found) == fmt.value)
-
-
-def set_format(memory_obj: MemoryObj, fmt: MemoryFormat) -> None:
-    """Mark an object with a format, as an enum of its own library."""
-    kind = type(memory_obj.metadata.fmt)
-    memory_obj.metadata.fmt = kind(fmt.value)
-
-
 class GPUConnectorInterface(ABC):
     """Moves the tokens of one sequence between an engine's KV cache and memory objects."""
 
@@ -120,8 +108,12 @@ class GPUConnectorInterface(ABC):
             self.to_gpu(memory_obj, start, end, **kwargs)
 
 
-class KVBlobConnector(GPUConnectorInterface):
-    """Base of connectors of KV_BLOB objects."""
+class _Connector(GPUConnectorInterface):
+    """Base of connectors; a subclass knows where a sequence's tokens are in the engine's cache."""
+
+    _format = MemoryFormat.KV_BLOB
+    _marks = False
+    """Whether ``from_gpu`` takes objects of any format, and sets it."""
 
     def __init__(self, hidden_dim_size: int, num_layers: int) -> None:
         """Serve caches of ``num_layers`` layers with ``hidden_dim_size`` = heads * head size."""
@@ -130,25 +122,58 @@ class KVBlobConnector(GPUConnectorInterface):
                 f"hidden_dim_size {hidden_dim_size}, num_layers {num_layers}: expected at least 1"
             )
         self.hidden_dim_size, self.num_layers = hidden_dim_size, num_layers
+        self._known: tuple[object, PagedCache] | None = None
 
     def get_shape(self, num_tokens: int) -> torch.Size:
-        """Return ``[2, num_layers, num_tokens, hidden_dim_size]``."""
-        return torch.Size([2, self.num_layers, num_tokens, self.hidden_dim_size])
+        """Return ``[2, num_layers, num_tokens, hidden_dim_size]``; 1 instead of 2 for MLA."""
+        arrays = 1 if self._format is MemoryFormat.KV_MLA_FMT else 2
+        return torch.Size([arrays, self.num_layers, num_tokens, self.hidden_dim_size])
 
-    def blob_of(
+    @torch.inference_mode()
+    def from_gpu(self, memory_obj: MemoryObj, start: int, end: int, **kwargs: Any) -> None:
+        """Copy tokens ``start`` to ``end`` of ``kvcaches`` into the object.
+
+        Rows of tokens with a negative slot keep their bytes.
+
+        Raises:
+            ValueError: ``kvcaches`` or ``slot_mapping`` is missing or does not fit; the format is
+                another one than the connector's.
+            AssertionError: The memory object has no tensor.
+        """
+        tensor = self._tensor_of(memory_obj, start, end, fmt=None if self._marks else self._format)
+        paged, slots = self._paged(kwargs, tensor), self._slots(kwargs, start, end)
+        near = tensor if tensor.device == paged.device else self._bounce(tensor, paged.device)
+        if near is not tensor and bool((slots < 0).any()):
+            near.copy_(tensor)  # what has no slot keeps its bytes
+        gather(paged, slots, *_chunk(near, paged))
+        if near is not tensor:
+            tensor.copy_(near)
+        synchronize(paged.device)
+        metadata: Any = memory_obj.metadata
+        metadata.fmt = type(metadata.fmt)(self._format.value)  # an enum of its own library
+
+    @torch.inference_mode()
+    def to_gpu(self, memory_obj: MemoryObj, start: int, end: int, **kwargs: Any) -> None:
+        """Copy the object into tokens ``start`` to ``end`` of ``kvcaches`` alone.
+
+        Raises as :meth:`from_gpu` does.
+        """
+        tensor = near = self._tensor_of(memory_obj, start, end, fmt=self._format)
+        paged, slots = self._paged(kwargs, tensor), self._unwritten(kwargs, start, end)
+        if tensor.device != paged.device:
+            near = self._bounce(tensor, paged.device)
+            near.copy_(tensor, non_blocking=True)
+        scatter(paged, slots, *_chunk(near, paged))
+        synchronize(paged.device)
+
+    def _tensor_of(
         self, memory_obj: MemoryObj, start: int, end: int, *, fmt: MemoryFormat | None
     ) -> Tensor:
-        """Return an object's tensor, checked for a range of tokens and, if given, a format.
-
-        Raises AssertionError or ValueError, see `vua.lmcache.gpu_connector`.
-        """
-        tensor = memory_obj.tensor
+        tensor, found = memory_obj.tensor, memory_obj.metadata.fmt
         if tensor is None:
             raise AssertionError("the memory object has no tensor: its memory was taken back")
-        if fmt is not None and not has_format(memory_obj, fmt):
-            raise InputError(
-                f"the memory object's format is {memory_obj.metadata.fmt}; expected {fmt.name}"
-            )
+        if fmt is not None and getattr(found, "value", found) != fmt.value:
+            raise InputError(f"the memory object's format is {found}; expected {fmt.name}")
         if not 0 <= start <= end or tensor.shape != self.get_shape(end - start):
             raise InputError(
                 f"the memory object is {tuple(tensor.shape)} for tokens {start}..{end}; expected "
@@ -156,77 +181,13 @@ class KVBlobConnector(GPUConnectorInterface):
             )
         return tensor
 
-    def kvcaches_of(self, kwargs: dict[str, Any]) -> Sequence[Any]:
-        """Return the layers of ``kvcaches``. Raises ValueError if it is missing or too short."""
+    def _layers(self, kwargs: dict[str, Any]) -> list[Any]:
         found = kwargs.get("kvcaches")
         if found is None:
             raise InputError("'kvcaches' is missing; pass kvcaches=<the engine's KV cache>")
         if len(found) != self.num_layers:
             raise InputError(f"kvcaches of {len(found)} layers; expected {self.num_layers}")
         return list(found)
-
-
-class VLLMNestedTupleGPUConnector(KVBlobConnector):
-    """For contiguous caches: ``kvcaches[layer]`` is a pair (K, V) of ``[num_tokens, ...]``.
-
-    The pairs hold the whole sequence; the axes after the token axis have ``hidden_dim_size``
-    elements.
-    """
-
-    @torch.inference_mode()
-    def from_gpu(self, memory_obj: MemoryObj, start: int, end: int, **kwargs: Any) -> None:
-        """Copy tokens ``start`` to ``end`` of ``kvcaches`` into the KV_BLOB object.
-
-        Raises:
-            ValueError: ``kvcaches`` is missing or has another shape; the format is another one.
-            AssertionError: The memory object has no tensor.
-        """
-        blob = self.blob_of(memory_obj, start, end, fmt=MemoryFormat.KV_BLOB)
-        for row, line in self._rows(blob, start, end, kwargs):
-            line.copy_(row.reshape(line.shape))
-        synchronize(row.device)
-
-    @torch.inference_mode()
-    def to_gpu(self, memory_obj: MemoryObj, start: int, end: int, **kwargs: Any) -> None:
-        """Copy the KV_BLOB object into tokens ``start`` to ``end`` of ``kvcaches``.
-
-        Raises as :meth:`from_gpu` does.
-        """
-        blob = self.blob_of(memory_obj, start, end, fmt=MemoryFormat.KV_BLOB)
-        for row, line in self._rows(blob, start, end, kwargs):
-            row.copy_(line.reshape(row.shape))
-        synchronize(row.device)
-
-    def _rows(
-        self, blob: Tensor, start: int, end: int, kwargs: dict[str, Any]
-    ) -> list[tuple[Tensor, Tensor]]:
-        caches = self.kvcaches_of(kwargs)
-        for layer, pair in enumerate(caches):
-            found = [(tuple(t.shape), t.dtype) for t in pair]
-            fits = len(pair) == 2 and all(
-                t.shape[0] >= end
-                and t[:1].numel() == min(1, t.shape[0]) * self.hidden_dim_size
-                and t.dtype == blob.dtype
-                for t in pair
-            )
-            if not fits:
-                raise InputError(
-                    f"layer {layer} is {found}; expected (K, V), each [{end} tokens or more, ...] "
-                    f"of {self.hidden_dim_size} elements per token in {blob.dtype}"
-                )
-        return [
-            (tensor[start:end], blob[array, layer])
-            for layer, pair in enumerate(caches)
-            for array, tensor in enumerate(pair)
-        ]
-
-
-class _PagedConnector(KVBlobConnector):
-    """Base of connectors of paged caches; a subclass defines the layouts."""
-
-    def __init__(self, hidden_dim_size: int, num_layers: int) -> None:
-        super().__init__(hidden_dim_size, num_layers)
-        self._known: tuple[object, PagedCache] | None = None
 
     def _axes(self, layer: Any) -> str:
         """Return the axes of a layer's tensor or pair, see `vua.device.paged.KNOWN_AXES`."""
@@ -238,7 +199,7 @@ class _PagedConnector(KVBlobConnector):
         return "BNHD"
 
     def _paged(self, kwargs: dict[str, Any], tensor: Tensor) -> PagedCache:
-        layers = self.kvcaches_of(kwargs)
+        layers = self._layers(kwargs)
         tensors = [t for layer in layers for t in ([layer] if isinstance(layer, Tensor) else layer)]
         mark = [(t.data_ptr(), tuple(t.shape), t.stride(), t.dtype, t.device) for t in tensors]
         if self._known is None or self._known[0] != mark:  # an engine passes the same ones for ever
@@ -266,64 +227,52 @@ class _PagedConnector(KVBlobConnector):
         part: Tensor = slots[start:end]
         return part
 
+    def _unwritten(self, kwargs: dict[str, Any], start: int, end: int) -> Tensor:
+        """Return the slots that :meth:`to_gpu` writes; negative where it writes nothing."""
+        return self._slots(kwargs, start, end)
+
     def _bounce(self, tensor: Tensor, device: torch.device) -> Tensor:
         return torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
 
-    def _from(self, tensor: Tensor, paged: PagedCache, slots: Tensor) -> None:
-        near = tensor if tensor.device == paged.device else self._bounce(tensor, paged.device)
-        if near is not tensor and bool((slots < 0).any()):
-            near.copy_(tensor)  # what has no slot keeps its bytes
-        gather(paged, slots, *_chunk(near, paged))
-        if near is not tensor:
-            tensor.copy_(near)
-        synchronize(paged.device)
 
-    def _to(self, tensor: Tensor, paged: PagedCache, slots: Tensor) -> None:
-        near = tensor
-        if tensor.device != paged.device:
-            near = self._bounce(tensor, paged.device)
-            near.copy_(tensor, non_blocking=True)
-        scatter(paged, slots, *_chunk(near, paged))
-        synchronize(paged.device)
+class VLLMNestedTupleGPUConnector(_Connector):
+    """For contiguous caches: ``kvcaches[layer]`` is a pair (K, V) of ``[num_tokens, ...]``.
+
+    The pairs hold the whole sequence; the axes after the token axis have ``hidden_dim_size``
+    elements.
+    """
+
+    def _layers(self, kwargs: dict[str, Any]) -> list[Any]:
+        pairs = super()._layers(kwargs)
+        return [tuple(t if t.dim() == 3 else t.view(len(t), 1, -1) for t in pair) for pair in pairs]
+
+    def _axes(self, layer: Any) -> str:  # noqa: ARG002 - the same for all
+        return "NHD"
+
+    def _slots(self, kwargs: dict[str, Any], start: int, end: int) -> Tensor:  # noqa: ARG002 - none
+        return torch.arange(start, end)
 
 
-class VLLMPagedMemGPUConnector(_PagedConnector):
+class VLLMPagedMemGPUConnector(_Connector):
     """For paged caches: ``kvcaches[layer]`` is (K, V), ``[blocks, block_size, heads, head_size]``.
 
     ``slot_mapping``, int64, has one slot per token of the whole sequence. A token with a negative
     slot is skipped on both sides; callers keep [start, end) clear of such.
     """
 
-    @torch.inference_mode()
-    def from_gpu(self, memory_obj: MemoryObj, start: int, end: int, **kwargs: Any) -> None:
-        """Copy the slots of tokens ``start`` to ``end`` into the KV_BLOB object.
 
-        Raises:
-            ValueError: ``kvcaches`` or ``slot_mapping`` is missing or does not fit; the format is
-                not KV_BLOB.
-            AssertionError: The memory object has no tensor.
-        """
-        blob = self.blob_of(memory_obj, start, end, fmt=MemoryFormat.KV_BLOB)
-        self._from(blob, self._paged(kwargs, blob), self._slots(kwargs, start, end))
-
-    @torch.inference_mode()
-    def to_gpu(self, memory_obj: MemoryObj, start: int, end: int, **kwargs: Any) -> None:
-        """Copy the KV_BLOB object into the slots of tokens ``start`` to ``end`` alone.
-
-        Raises as :meth:`from_gpu` does.
-        """
-        blob = self.blob_of(memory_obj, start, end, fmt=MemoryFormat.KV_BLOB)
-        self._to(blob, self._paged(kwargs, blob), self._slots(kwargs, start, end))
-
-
-class VLLMPagedMemGPUConnectorV2(_PagedConnector):
+class VLLMPagedMemGPUConnectorV2(_Connector):
     """For paged caches in any layout that vLLM has had: one tensor or one (K, V) pair per layer.
 
     Beside the pairs of :class:`VLLMPagedMemGPUConnector`: ``[2, blocks, block_size, heads, size]``,
     ``[blocks, 2, block_size, heads, size]``, ``[blocks, heads, block_size, 2 * size]``, and for MLA
     ``[blocks, block_size, latent]`` (then with ``use_mla=True``, and memory objects of one array in
     the format KV_MLA_FMT). ``slot_mapping`` is the same, -1 for a prefix that must not be touched.
+    ``from_gpu`` marks the object with its format. For ``to_gpu``, ``vllm_cached_tokens`` (0 by
+    default) leading tokens are already in the cache, maybe in shared blocks, and are not written.
     """
+
+    _marks = True
 
     def __init__(
         self,
@@ -346,6 +295,8 @@ class VLLMPagedMemGPUConnectorV2(_PagedConnector):
         """
         super().__init__(hidden_dim_size, num_layers)
         self.use_mla = bool(kwargs.get("use_mla", False))
+        if self.use_mla:
+            self._format = MemoryFormat.KV_MLA_FMT
         self._named_axes: str | None = kwargs.get("axes")
         self._remembered: Any = None
         self._buffer: Tensor | None = None
@@ -356,59 +307,19 @@ class VLLMPagedMemGPUConnectorV2(_PagedConnector):
             shape = self.get_shape(kwargs["chunk_size"])
             self._buffer = torch.empty(shape, dtype=kwargs["dtype"], device=kwargs["device"])
 
-    @property
-    def _format(self) -> MemoryFormat:
-        return MemoryFormat.KV_MLA_FMT if self.use_mla else MemoryFormat.KV_BLOB
-
-    def get_shape(self, num_tokens: int) -> torch.Size:
-        """Return ``[2, num_layers, num_tokens, hidden_dim_size]``; 1 instead of 2 for MLA."""
-        arrays = 1 if self.use_mla else 2
-        return torch.Size([arrays, self.num_layers, num_tokens, self.hidden_dim_size])
-
     def initialize_kvcaches_ptr(self, **kwargs: Any) -> None:
         """Remember ``kvcaches``, if given, for calls that do not pass it."""
         if kwargs.get("kvcaches") is not None:
             self._remembered = kwargs["kvcaches"]
 
-    @torch.inference_mode()
-    def from_gpu(self, memory_obj: MemoryObj, start: int, end: int, **kwargs: Any) -> None:
-        """Copy the slots of tokens ``start`` to ``end`` into the object and mark it as KV_BLOB.
+    def _layers(self, kwargs: dict[str, Any]) -> list[Any]:
+        given = kwargs.get("kvcaches")
+        return super()._layers({"kvcaches": self._remembered if given is None else given})
 
-        Rows of tokens with a negative slot keep their bytes.
-
-        Raises:
-            ValueError: ``kvcaches`` or ``slot_mapping`` is missing or does not fit.
-            AssertionError: The memory object has no tensor.
-        """
-        tensor = self.blob_of(memory_obj, start, end, fmt=None)
-        self._from(tensor, self._paged(kwargs, tensor), self._slots(kwargs, start, end))
-        set_format(memory_obj, self._format)
-
-    @torch.inference_mode()
-    def to_gpu(self, memory_obj: MemoryObj, start: int, end: int, **kwargs: Any) -> None:
-        """Copy the object into the slots of tokens ``start`` to ``end`` alone.
-
-        ``vllm_cached_tokens`` (0 by default): so many leading tokens are already in the cache,
-        maybe in shared blocks, and are not written.
-
-        Raises:
-            ValueError: ``kvcaches`` or ``slot_mapping`` is missing or does not fit; the format is
-                not KV_BLOB (MLA: KV_MLA_FMT).
-            AssertionError: The memory object has no tensor.
-        """
-        tensor = self.blob_of(memory_obj, start, end, fmt=self._format)
-        paged, slots = self._paged(kwargs, tensor), self._slots(kwargs, start, end)
-        cached = min(end - start, max(0, int(kwargs.get("vllm_cached_tokens") or 0) - start))
-        if cached:
-            slots = slots.clone()
-            slots[:cached] = -1
-        self._to(tensor, paged, slots)
-
-    def kvcaches_of(self, kwargs: dict[str, Any]) -> Sequence[Any]:
-        """Return the layers of ``kvcaches``, given or remembered. Raises ValueError if neither."""
-        if kwargs.get("kvcaches") is None and self._remembered is not None:
-            kwargs = {**kwargs, "kvcaches": self._remembered}
-        return super().kvcaches_of(kwargs)
+    def _unwritten(self, kwargs: dict[str, Any], start: int, end: int) -> Tensor:
+        slots, cached = self._slots(kwargs, start, end).clone(), kwargs.get("vllm_cached_tokens")
+        slots[: max(0, int(cached or 0) - start)] = -1
+        return slots
 
     def _bounce(self, tensor: Tensor, device: torch.device) -> Tensor:
         buffer = self._buffer
