@@ -175,7 +175,7 @@ def known_fields(name: str) -> tuple[set[str], set[str]]:
     """Return a class's excluded fields, and the known ones that count."""
     return {*listed(EXCLUDED.get(name, {}))}, {
         *NEUTRAL.get(name, {}),
-        *HOLDERS.get(name, "").split(),
+        *HOLDERS.get(name, ()),
     }
 
 
@@ -205,7 +205,7 @@ def settings_of(vllm_config: Any, kv_dtype: torch.dtype) -> Settings:
 
 def _fields(config: Any, owner: str) -> Iterator[tuple[str, str, Any]]:
     excluded, _ = known_fields(owner)
-    holders = HOLDERS.get(owner, "").split()
+    holders = HOLDERS.get(owner, ())
     for each in dataclasses.fields(config):
         if each.name in excluded:
             continue
@@ -216,7 +216,7 @@ def _fields(config: Any, owner: str) -> Iterator[tuple[str, str, Any]]:
             yield owner, each.name, value
 
 
-def _is_neutral(value: object, neutral: tuple[object, ...]) -> bool:
+def _is_neutral(value: object, neutral: Sequence[object]) -> bool:
     if isinstance(value, str) and value.startswith(
         tuple(each for each in neutral if isinstance(each, str) and each.endswith("."))
     ):

@@ -14,7 +14,8 @@ import pytest
 if find_spec("vllm"):
     from vllm import envs
 
-    from vua.vllm.environment import EXCLUDED, NEUTRAL, environment_that_counts
+    from vua.vllm.config_fields import EXCLUDED_VARIABLES, NEUTRAL_VARIABLES
+    from vua.vllm.environment import environment_that_counts
 
 pytestmark = pytest.mark.vllm
 
@@ -33,18 +34,20 @@ def counted(backend: str | None = None, tp_size: int = 1, **variables: str) -> d
 class EnvironmentTest(unittest.TestCase):
     def test_every_variable_is_listed_once(self) -> None:
         """A variable of the installed release is excluded with a reason, or counts."""
-        excluded = [name for names in EXCLUDED.values() for name in names]
+        excluded = [name for names in EXCLUDED_VARIABLES.values() for name in names]
         self.assertEqual(len(excluded), len({*excluded}))
-        self.assertEqual(set(), NEUTRAL.keys() & {*excluded})
-        self.assertEqual(set(), envs.environment_variables.keys() - NEUTRAL.keys() - {*excluded})
+        self.assertEqual(set(), NEUTRAL_VARIABLES.keys() & {*excluded})
+        self.assertEqual(
+            set(), envs.environment_variables.keys() - NEUTRAL_VARIABLES.keys() - {*excluded}
+        )
 
     def test_what_counts(self) -> None:
         """What changes the function counts; what chooses a kernel, or says the usual, does not."""
         self.assertEqual({}, counted())
-        usual = {name: values[0] for name, values in NEUTRAL.items() if values}
+        usual = {name: values[0] for name, values in NEUTRAL_VARIABLES.items() if values}
         self.assertEqual({}, counted(**usual))
         self.assertEqual({}, counted(VLLM_CPU_KVCACHE_SPACE="3", VLLM_USE_TRITON_AWQ="1"))
-        for name in NEUTRAL:
+        for name in NEUTRAL_VARIABLES:
             with self.subTest(name):
                 found = counted(**{name: "another"})
                 self.assertEqual({name: "another"}, found["vua.vllm_environment"])

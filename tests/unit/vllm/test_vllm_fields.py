@@ -123,7 +123,7 @@ class TableTest(unittest.TestCase):
         listed = [
             *((name, f) for name, by in EXCLUDED.items() for fs in by.values() for f in fs),
             *((name, field) for name, by in NEUTRAL.items() for field in by),
-            *((name, field) for name, fields in HOLDERS.items() for field in fields.split()),
+            *((name, field) for name, fields in HOLDERS.items() for field in fields),
         ]
         self.assertEqual(set(), set(listed) - known)
         self.assertEqual(len(set(listed)), len(listed))
@@ -165,7 +165,7 @@ def whole(changed: tuple[str, str, Any] | None = None, **model: Any) -> Any:
         fields: dict[str, Any] = dict.fromkeys(excluded)
         neutral = NEUTRAL.get(name, {})
         fields |= {field: values[0] for field, values in neutral.items() if values}
-        for holder in HOLDERS.get(name, "").split():
+        for holder in HOLDERS.get(name, ()):
             held = "".join(word.capitalize() for word in holder.split("_"))
             held = {"LoraConfig": "LoRAConfig", "MultimodalConfig": "MultiModalConfig"}.get(
                 held, held
