@@ -21,10 +21,10 @@ from pathlib import Path
 
 import torch
 from files import drop_from_page_cache
-from harness import Bench, expect, once
+from harness import Bench, PosixMover, expect, once
 
 from vua.device.gds import Gds
-from vua.device.movers import CuFileMover, Mover, PosixMover
+from vua.device.movers import CuFileMover, Mover
 
 FILES = 16
 

@@ -11,11 +11,11 @@ from pathlib import Path
 import numpy as np
 import safetensors.torch
 import torch
-from harness import Arms, Bench, expect, medians, once
+from harness import Arms, Bench, PosixMover, expect, medians, once
 
 from vua.device.copy import gather
 from vua.device.gds import DirectReader, Gds
-from vua.device.movers import CuFileMover, PosixMover
+from vua.device.movers import CuFileMover
 from vua.device.paged import PagedCache, slots_of
 from vua.device.staging import Staging
 from vua.format.identity import Identity
@@ -202,7 +202,7 @@ def save_files(bench: Bench) -> None:
     chunks = 16 if bench.big else 4
     store, layout, keys, paged, slots = stored(bench, chunks)
     payload = layout.full.payload_nbytes(layout)
-    staging = Staging([paged], layout, layout.full, chunks=1, limit=chunks, adjoining=True)
+    staging = Staging([paged], layout, layout.full, chunks=1, limit=chunks)
     host, far = bench.host(payload), torch.empty(payload, dtype=torch.uint8, device=bench.device)
     names = count()
 

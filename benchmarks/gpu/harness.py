@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import statistics
 import sys
 import time
@@ -15,6 +16,33 @@ from vua.device.paged import PagedCache
 from vua.format.layout import KVLayout
 
 Arms = dict[str, Callable[[], object]]
+
+
+class PosixMover:
+    """Ordinary reads, and a copy to the device: what cuFile is compared with."""
+
+    name = "posix"
+
+    def attach(self, memory: torch.Tensor) -> None:
+        """Do nothing."""
+
+    def detach(self, memory: torch.Tensor) -> None:
+        """Do nothing."""
+
+    def open(self, fd: int) -> int:
+        """Keep the file open."""
+        return os.dup(fd)
+
+    def read(self, handle: int, memory: torch.Tensor, at: int, nbytes: int, offset: int) -> int:
+        """Read into page-locked memory, then copy."""
+        host = torch.empty(nbytes, dtype=torch.uint8, pin_memory=memory.device.type == "cuda")
+        got = os.preadv(handle, [host.numpy()], offset)
+        memory[at : at + got].copy_(host[:got])
+        return got
+
+    def close(self, handle: int) -> None:
+        """Close the file."""
+        os.close(handle)
 
 
 @dataclass

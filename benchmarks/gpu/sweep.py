@@ -76,9 +76,7 @@ class Sweep:
     def staging(self, chunks: int, limit: int) -> Staging:
         """So many buffers of so many chunks."""
         layout = self.layout
-        return Staging(
-            [self.paged], layout, layout.full, chunks=chunks, limit=limit, adjoining=True
-        )
+        return Staging([self.paged], layout, layout.full, chunks=chunks, limit=limit)
 
     def content(self) -> torch.Tensor:
         """What lies in the blocks, as bits."""

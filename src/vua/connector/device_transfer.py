@@ -42,7 +42,7 @@ from vua.connector.group_transfer import BlockTables, GroupTransfer, PageLayouts
 from vua.connector.log import logger
 from vua.connector.metadata import GroupLoad, LoadOrder
 from vua.device.gds import DirectReader, Gds
-from vua.device.movers import CuFileMover, PosixMover
+from vua.device.movers import CuFileMover
 from vua.device.paged import slots_of
 from vua.device.staging import DeviceBuffer, Fence, Staging
 from vua.device.xxh3 import SHORT, DigestCheck, Digests, kernel_for
@@ -102,7 +102,7 @@ class RingLoads:
         Args:
             store: which.
             shard: which part of its chunks.
-            staging: with adjoining buffers.
+            staging: with their buffers.
             left: so many of them are left to other users, if two are enough.
             kernel: compares checksums where the cache is; None: what works there, or C on the host.
         """
@@ -110,7 +110,7 @@ class RingLoads:
         self._kernel = kernel or kernel_for(staging.device)
         self._reader: EntryReader | None = None
         self._checks: dict[DeviceBuffer, DigestCheck] = {}
-        if staging.memory is None or store.files is None:
+        if not staging.limit or store.files is None:
             return
         self._transfer = store.transfer(shard, shard, shard, staging.memory)
         self._codec = store.codec(shard)
@@ -263,8 +263,7 @@ def open_gds(config: ConnectorConfig, device: torch.device) -> Gds | None:
         if config.gds_mode == "required":
             raise ConfigError('gds_mode is "required", but the cache is not just a directory')
         return None
-    mover = partial(CuFileMover, device)
-    return Gds(config.gds_mode, PosixMover if device.type == "cpu" else mover, root, device)
+    return Gds(config.gds_mode, lambda: CuFileMover(device), root, device)
 
 
 class DeviceGroupTransfer(GroupTransfer):
@@ -287,7 +286,7 @@ class DeviceGroupTransfer(GroupTransfer):
         try:
             super().register(kv_caches, layer_of, tables, layouts)
             pages = [pages for _, _, pages in self._places]
-            buffers = partial(Staging, pages, layout, self.shard, adjoining=True)
+            buffers = partial(Staging, pages, layout, self.shard)
             share = _LOAD_NBYTES // len(self._model.groups)
             self.load_buffers = buffers(
                 chunks=max(self.load_chunks, share // self.shard.payload_nbytes(layout)),
@@ -295,8 +294,6 @@ class DeviceGroupTransfer(GroupTransfer):
             )
             self.save_buffers = buffers(chunks=1, limit=self._on_device(pages[0].device))
             self.save_limit = self.save_buffers.limit
-            self.load_buffers.prepare(self.load_buffers.limit)  # page-locking takes milliseconds
-            self.save_buffers.prepare(self.save_limit)
             nowhere = [torch.full((1, layout.chunk_tokens), -1, dtype=torch.int64)] * len(pages)
             for staging in (self.save_buffers, self.load_buffers):
                 warm_up(staging, nowhere)

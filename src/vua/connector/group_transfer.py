@@ -312,9 +312,7 @@ class GroupTransfer:
             layout, self.shard, chunks=self.load_chunks, limit=threads
         )
         self.save_limit = save_limit(model, payload, config.worker.max_pending_save_mib)
-        self.save_buffers: Any = StagingPool(
-            layout, self.shard, chunks=1, limit=self.save_limit, adjoining=True
-        )
+        self.save_buffers: Any = StagingPool(layout, self.shard, chunks=1, limit=self.save_limit)
         self._cached: list[CachedLoads] = []
         """Those that no thread uses."""
         self._places: list[tuple[int, slice, Any]] = []

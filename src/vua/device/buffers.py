@@ -16,7 +16,6 @@ import torch
 
 from vua.format.layout import KVLayout, Shard, payload_map
 from vua.io.posix import PAGE, page_aligned
-from vua.native import MemoryMap
 from vua.serdes import DTYPES
 
 
@@ -60,62 +59,36 @@ class StagingBuffer:
 
 
 class StagingPool:
-    """A bounded number of equal buffers, lowest numbers first. Thread-safe; never blocks."""
+    """Some equal, adjacent buffers, lowest numbers first. Thread-safe; never blocks."""
 
-    def __init__(
-        self,
-        layout: KVLayout,
-        shard: Shard,
-        *,
-        chunks: int,
-        limit: int,
-        adjoining: bool = False,
-        memory: npt.NDArray[np.uint8] | None = None,
-    ) -> None:
-        """Lend at most ``limit`` buffers of ``chunks`` chunks at a time; allocate them when needed.
-
-        Args:
-            layout: of the chunks.
-            shard: the part of each chunk.
-            chunks: of each buffer.
-            limit: most buffers.
-            adjoining: the buffers are adjacent, by number, in memory that is allocated now and
-                touched when a buffer is made.
-            memory: that memory, uint8; None: it is allocated.
-        """
+    def __init__(self, layout: KVLayout, shard: Shard, *, chunks: int, limit: int) -> None:
+        """Take memory for ``limit`` buffers of ``chunks`` chunks; one that is lent is touched."""
         self.chunks = chunks
-        if adjoining and memory is None:
-            memory = page_aligned(limit * chunks * shard.payload_nbytes(layout))
-        self._size, self._memory = (layout, shard, chunks), memory
-        self.memory: MemoryMap | None = None
-        """Where the chunks of all adjoining buffers are: ``chunks`` slots each."""
-        if memory is not None:
-            address, places = memory.ctypes.data, limit * chunks
-            self.memory = payload_map(layout, shard, address, memory, places)
-        self._free: list[tuple[int, StagingBuffer]] = []
-        self._made, self._limit = 0, limit
+        self._size, self._nbytes = (layout, shard, chunks), chunks * shard.payload_nbytes(layout)
+        self.bytes = page_aligned(limit * self._nbytes)
+        places = limit * chunks
+        self.memory = payload_map(layout, shard, self.bytes.ctypes.data, self.bytes, places)
+        """Where the chunks of all buffers are: ``chunks`` slots each."""
+        self._free, self._made = list(range(limit)), dict[int, StagingBuffer]()
         self._lock = threading.Lock()
 
     def take(self) -> StagingBuffer | None:
         """Return a buffer, or None when all are lent."""
         with self._lock:
-            if self._free:
-                return heapq.heappop(self._free)[1]
-            if self._made == self._limit:
+            if not self._free:
                 return None
-            number, self._made = self._made, self._made + 1
-        memory = self._memory
-        if memory is not None:
-            nbytes = len(memory) // self._limit
-            memory = memory[number * nbytes : (number + 1) * nbytes]
-        return StagingBuffer(*self._size, memory, number)
+            number = heapq.heappop(self._free)
+        if number not in self._made:
+            memory = self.bytes[number * self._nbytes : (number + 1) * self._nbytes]
+            self._made[number] = StagingBuffer(*self._size, memory, number)
+        return self._made[number]
 
     @property
     def left(self) -> int:
         """Buffers that could be lent now."""
-        return self._limit - self._made + len(self._free)
+        return len(self._free)
 
     def give_back(self, buffer: StagingBuffer) -> None:
         """Return a buffer that :meth:`take` lent."""
         with self._lock:
-            heapq.heappush(self._free, (buffer.number, buffer))
+            heapq.heappush(self._free, buffer.number)

@@ -1,8 +1,7 @@
-"""Ways to read a file's bytes into device memory, with one small protocol.
+"""Reads a file's bytes into device memory, without a look at them.
 
 `CuFileMover` is NVIDIA's GPUDirect Storage: from the disk into GPU memory, or, in the library's
-compatibility mode, through its own buffers. `PosixMover` uses ordinary reads: straight into CPU
-memory, through a page-locked buffer into GPU memory. Neither looks at the bytes.
+compatibility mode, through its own buffers.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ import os
 import re
 import threading
 from importlib.metadata import version
-from typing import Any, Final, Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -21,8 +20,6 @@ from torch import Tensor
 from vua.errors import StorageError
 
 log = logging.getLogger(__name__)
-
-_BOUNCE_NBYTES: Final = 4 << 20
 
 
 class Mover(Protocol):
@@ -48,53 +45,6 @@ class Mover(Protocol):
 
     def close(self, handle: Any) -> None:
         """Release a handle."""
-
-
-class PosixMover:
-    """`preadv`, and a copy to the device if the memory is not the host's."""
-
-    name = "posix"
-
-    def __init__(self) -> None:
-        self._own = threading.local()
-
-    def attach(self, memory: Tensor) -> None:
-        """Do nothing."""
-
-    def detach(self, memory: Tensor) -> None:
-        """Do nothing."""
-
-    def open(self, fd: int) -> int:
-        return os.dup(fd)
-
-    def read(self, handle: int, memory: Tensor, at: int, nbytes: int, offset: int) -> int:
-        if memory.device.type == "cpu":
-            return _fill(handle, memory.numpy()[at : at + nbytes].data, offset)
-        if not hasattr(self._own, "buffer"):
-            with torch.cuda.device(memory.device):
-                self._own.buffer = torch.empty(_BOUNCE_NBYTES, dtype=torch.uint8, pin_memory=True)
-        done = 0
-        while done < nbytes:
-            step = min(nbytes - done, _BOUNCE_NBYTES)
-            got = _fill(handle, self._own.buffer.numpy()[:step].data, offset + done)
-            memory[at + done : at + done + got].copy_(self._own.buffer[:got])
-            done += got
-            if got < step:
-                break
-        return done
-
-    def close(self, handle: int) -> None:
-        os.close(handle)
-
-
-def _fill(fd: int, view: memoryview, offset: int) -> int:
-    done = 0
-    while done < len(view):
-        got = os.preadv(fd, [view[done:]], offset + done)
-        if got == 0:
-            break
-        done += got
-    return done
 
 
 def driver_present() -> bool:

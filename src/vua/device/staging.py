@@ -20,11 +20,10 @@ On the CPU the same calls copy at once, and their fences have passed when they r
 from __future__ import annotations
 
 import math
-import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, field, replace
-from typing import Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -32,7 +31,7 @@ import torch
 from torch import Tensor
 
 from vua.device.buffers import StagingBuffer, StagingPool
-from vua.device.copy import choose, gather, scatter
+from vua.device.copy import choose
 from vua.device.moves import Job, check_slots, plan
 from vua.device.paged import PagedCache
 from vua.device.xxh3 import DigestCheck
@@ -64,9 +63,14 @@ class Fence:
             self.event.synchronize()
 
 
-def _end_of(stream: torch.cuda.Stream) -> Fence:
+def _on(stream: torch.cuda.Stream | None) -> AbstractContextManager[object]:
+    return nullcontext() if stream is None else torch.cuda.stream(stream)
+
+
+def _end_of(stream: torch.cuda.Stream | None) -> Fence:
     # A thread that waits for a blocking event sleeps; for others it would spin, beside the engine.
-    return Fence(stream.record_event(torch.cuda.Event(blocking=True)))
+    event = None if stream is None else torch.cuda.Event(blocking=True)
+    return Fence(None if stream is None else stream.record_event(event))
 
 
 def clear_error(device: torch.device) -> None:
@@ -76,23 +80,12 @@ def clear_error(device: torch.device) -> None:
 
 
 @dataclass(slots=True, eq=False)
-class _Memory:
-    host: Tensor
-    mirror: Tensor
-    """The same bytes on the cache's device; on the CPU ``host`` itself."""
-    slots: Tensor
-    """Memory for slots, page-locked like ``host``, ``[parts, chunks, tokens]``."""
-    locked: bool = False
-
-
-@dataclass(slots=True, eq=False)
 class DeviceBuffer:
     """A buffer lent by a :class:`Staging`: one thread's until it is given back."""
 
     host: StagingBuffer
-    _memory: _Memory = field(repr=False)
-    first: int = 0
-    """The buffer's first chunk slot in :attr:`Staging.memory`, if there is one."""
+    device_bytes: Tensor
+    """The buffer's bytes on the cache's device; unused while no transfer is in flight."""
     fence: Fence = field(default_factory=Fence)
     """Passed when the buffer's last transfer is complete."""
 
@@ -100,6 +93,11 @@ class DeviceBuffer:
     def number(self) -> int:
         """The buffer's number in its pool."""
         return self.host.number
+
+    @property
+    def first(self) -> int:
+        """The buffer's first chunk slot in :attr:`Staging.memory`."""
+        return self.number * self.host.chunks
 
     @property
     def memory(self) -> MemoryMap:
@@ -110,22 +108,10 @@ class DeviceBuffer:
         """The host's, see :class:`StagingBuffer`."""
         return self.host.arrays
 
-    @property
-    def device_bytes(self) -> Tensor:
-        """The buffer's bytes on the cache's device; unused while no transfer is in flight."""
-        nbytes = len(self.host.bytes)
-        at = self.first // self.host.chunks * nbytes
-        return self._memory.mirror[at : at + nbytes]
-
 
 class _Run(NamedTuple):
-    memory: _Memory
     first: int
     stop: int
-
-    def bytes_of(self, memory: Tensor) -> Tensor:
-        nbytes = len(memory) // self.memory.slots.shape[1]
-        return memory[self.first * nbytes : self.stop * nbytes]
 
 
 class Staging:
@@ -137,6 +123,10 @@ class Staging:
     elsewhere wait for the fence, write files, ``give_back``.
     """
 
+    _copies: Any
+    _loads: Any
+    _saves: Any
+
     def __init__(
         self,
         parts: Sequence[PagedCache],
@@ -145,14 +135,12 @@ class Staging:
         *,
         chunks: int,
         limit: int,
-        adjoining: bool = False,
     ) -> None:
-        """Lend at most ``limit`` buffers of ``chunks`` chunks of ``shard``, made when first needed.
+        """Make ``limit`` adjacent buffers of ``chunks`` chunks of ``shard``.
 
-        ``parts`` are the shard's layers in order: one cache, or several where an engine gives some
-        layers block tables (and block sizes) of their own. ``adjoining``: memory for all buffers is
-        taken now, one after the other, so that :meth:`save` moves many by one call; where the
-        device has no room for so many, for fewer.
+        Where the device has no room for so many, fewer. ``parts`` are the shard's layers in order:
+        one cache, or several where an engine gives some layers block tables (and block sizes) of
+        their own.
 
         Raises LayoutError if together they do not hold exactly the shard.
         """
@@ -164,74 +152,81 @@ class Staging:
                 f"{layers} layers with (heads, row lengths, item size, device) {found}; shard "
                 f"{shard.name} has {shard.layers} with {wanted}: narrow the caches to the shard"
             )
-        self._parts, self._device, self.chunks = tuple(parts), parts[0].device, chunks
-        self.device = self._device
+        self._parts, self.device, self.chunks = tuple(parts), parts[0].device, chunks
         self._tokens = layout.chunk_tokens
         self._shapes = [(shard.heads, shard.layers, self._tokens, dim) for dim in layout.dims]
-        self._made: dict[StagingBuffer, DeviceBuffer] = {}
-        self._jobs: dict[tuple[int, int, int], list[Job]] = {}
-        """Prepared moves of loads, by memory and chunks, without their slots."""
-        self._lock = threading.Lock()
-        self._cuda = self._device.type == "cuda"
-        self._closed = False
-        choose(self._device)  # here, because the trial that it makes waits for the device
-        if self._cuda:
-            self._copy_stream = torch.cuda.Stream(self._device)
-            self._load_stream = torch.cuda.Stream(self._device)
-            self._save_stream = torch.cuda.Stream(self._device)
-        self._shared: _Memory | None = None
-        together = None
-        while adjoining and limit and self._shared is None:
-            together = page_aligned(limit * chunks * shard.payload_nbytes(layout))
+        self._planned: dict[_Run, list[Job]] = {}
+        """Moves of loads, of which only the slots are new."""
+        self._cuda, self._closed = self.device.type == "cuda", False
+        choose(self.device)  # here, because the trial that it makes waits for the device
+        self._copies, self._loads, self._saves = (
+            torch.cuda.Stream(self.device) if self._cuda else None for _ in range(3)
+        )
+        payload = shard.payload_nbytes(layout)
+        while True:
+            self._pool = StagingPool(layout, shard, chunks=chunks, limit=limit)
+            self._host = torch.from_numpy(self._pool.bytes).view(limit * chunks, payload)
             try:
-                self._shared = self._with_mirror(together, limit * chunks)
+                self._mirror, self._slots = self._on_device((len(parts), len(self._host)))
+                break
             except torch.OutOfMemoryError:
                 limit //= 2
-        self.limit = limit
-        self._pool = StagingPool(layout, shard, chunks=chunks, limit=limit, memory=together)
+        self.limit, self._locked = limit, self._cuda and self._lock_pages()
         self.memory = self._pool.memory
-        """Where the chunks of all adjoining buffers are: ``chunks`` slots each."""
+        """Where the chunks of all buffers are: ``chunks`` slots each."""
+        pieces = self._mirror.view(-1).chunk(limit) if limit else ()
+        made = [self._pool.take() for _ in pieces]
+        self._made = [DeviceBuffer(*pair) for pair in zip(filter(None, made), pieces, strict=True)]
+        for staged in self._made:
+            self._pool.give_back(staged.host)
+
+    def _on_device(self, places: tuple[int, int]) -> tuple[Tensor, Tensor]:
+        """Return the buffers' mirror, and memory for slots. Raises OutOfMemoryError."""
+        shape = (*places, self._tokens)
+        if not self._cuda:
+            return self._host, torch.empty(shape, dtype=torch.int64)
+        # On a stream of ours: the allocator may hand out memory that the engine's stream still uses
+        # up to now, but ours would not wait for it. And on its device: threads begin on the first.
+        with self.aside():
+            slots = torch.empty(shape, dtype=torch.int64, pin_memory=True)
+            mirror = torch.empty_like(self._host, device=self.device)
+        self._loads.synchronize()
+        return mirror, slots
+
+    def _lock_pages(self) -> bool:
+        """Pin the buffers where they lie: torch's own allocator rounds up to powers of two.
+
+        Where the system refuses, transfers are still right, but hold up the thread that queues
+        them.
+        """
+        with torch.cuda.device(self.device):
+            address, nbytes = self._host.data_ptr(), self._host.nbytes
+            status = torch.cuda.cudart().cudaHostRegister(address, nbytes, 0)
+            if int(status) != 0:
+                clear_error(self.device)
+        return int(status) == 0
 
     def take(self) -> DeviceBuffer | None:
-        """Return a buffer with undefined contents.
-
-        None if all are lent, if the device has no memory for another one, or after ``close``.
-        """
+        """Return a buffer with undefined contents; None if all are lent, or after ``close``."""
         buffer = None if self._closed else self._pool.take()
-        if buffer is None:
-            return None
-        with self._lock:
-            if buffer not in self._made:
-                try:
-                    memory = self._shared or self._with_mirror(buffer.bytes, buffer.chunks)
-                except torch.OutOfMemoryError:
-                    return None  # the device has no room for one more: the pool stays smaller
-                first = 0 if self._shared is None else buffer.number * buffer.chunks
-                self._made[buffer] = DeviceBuffer(buffer, memory, first)
-            return self._made[buffer]
+        return None if buffer is None else self._made[buffer.number]
 
     @property
     def left(self) -> int:
         """Buffers that could be lent now."""
         return self._pool.left
 
-    def prepare(self, buffers: int) -> None:
-        """Allocate so many buffers now, as far as possible, not when they are needed."""
-        taken = [self.take() for _ in range(buffers)]
-        for staged in taken:
-            if staged is not None:
-                self.give_back(staged)
-
     def give_back(self, staged: DeviceBuffer) -> None:
         """Take a buffer back; waits for its last transfer."""
         staged.fence.wait()
         self._pool.give_back(staged.host)
 
+    def _engine(self) -> torch.cuda.Stream | None:
+        return torch.cuda.current_stream(self.device) if self._cuda else None
+
     def mark(self) -> Fence:
         """Return the end of the work queued so far on the calling thread's current stream."""
-        if not self._cuda:
-            return Fence()
-        return _end_of(torch.cuda.current_stream(self._device))
+        return _end_of(self._engine())
 
     def enter_thread(self) -> None:
         """Direct the calling thread's CUDA calls to the cache's device.
@@ -240,16 +235,16 @@ class Staging:
         own.
         """
         if self._cuda:
-            torch.cuda.set_device(self._device)
+            torch.cuda.set_device(self.device)
 
     def aside(self) -> AbstractContextManager[object]:
         """Let the calling thread queue its work on the loads' stream, beside the engine's."""
-        return torch.cuda.stream(self._load_stream) if self._cuda else nullcontext()
+        return _on(self._loads)
 
     def join(self) -> None:
         """Make the calling thread's future work wait, on the device, for all loads."""
         if self._cuda:
-            torch.cuda.current_stream(self._device).wait_stream(self._load_stream)
+            torch.cuda.current_stream(self.device).wait_stream(self._loads)
 
     def headers(self, places: int, nbytes: int) -> npt.NDArray[np.uint8]:
         """Return page aligned memory for so many headers, page-locked if the cache is on a GPU.
@@ -270,22 +265,16 @@ class Staging:
     ) -> Fence:
         """Queue the buffer's first chunks into the cache; the fence passes when they are there."""
         (run,) = self._runs([staged], slots)
-        count = run.stop - run.first
-        if not self._cuda:
-            if check is not None:
-                check.queue(count)
-            self._move(scatter, run, slots)
-            return Fence()
         staged.fence.wait()
-        if not there:
-            with torch.inference_mode(), torch.cuda.stream(self._copy_stream):
-                self._copy(run.memory.mirror, run.memory.host, run)
-            self._load_stream.wait_stream(self._copy_stream)
-        with torch.inference_mode(), torch.cuda.stream(self._load_stream):
+        if self._cuda and not there:
+            with torch.inference_mode(), _on(self._copies):
+                self._copy(self._mirror, self._host, run)
+            self._loads.wait_stream(self._copies)
+        with torch.inference_mode(), self.aside():
             if check is not None:
-                check.queue(count)
-            self._scatter(run, slots)
-            staged.fence = _end_of(self._load_stream)
+                check.queue(run.stop - run.first)
+            self._move(run, slots, store=True)
+            staged.fence = _end_of(self._loads)
         return staged.fence
 
     def save(self, buffers: Sequence[DeviceBuffer], slots: Sequence[Tensor]) -> Fence:
@@ -309,16 +298,15 @@ class Staging:
         Errors as for :meth:`load`. Call it where the engine queues its own work: work queued
         afterwards may overwrite the blocks.
         """
-        runs = self._runs(buffers, slots)
+        runs, engine, at = self._runs(buffers, slots), self._engine(), 0
         for staged in buffers:
             staged.fence.wait()
-        if not self._cuda:
-            self._gather(runs, slots)
-            return
-        engine = torch.cuda.current_stream(self._device)
-        with torch.inference_mode(), torch.cuda.stream(engine):  # and on its device
-            self._gather(runs, slots)
-            gathered = Fence(engine.record_event(torch.cuda.Event(blocking=True)))
+        with torch.inference_mode(), _on(engine):  # and on its device
+            for run in runs:
+                stop = at + run.stop - run.first
+                self._move(run, [some[at:stop] for some in slots], store=False)
+                at = stop
+            gathered = _end_of(engine)
         for staged in buffers:
             staged.fence = gathered
 
@@ -330,66 +318,42 @@ class Staging:
         """
         if not self._cuda:
             return Fence()
-        with torch.inference_mode(), torch.cuda.stream(self._save_stream):
+        with torch.inference_mode(), _on(self._saves):
             for staged in buffers:
                 if staged.fence.event is not None:
-                    self._save_stream.wait_event(staged.fence.event)
+                    self._saves.wait_event(staged.fence.event)
             for run in self._adjoining(buffers):
-                self._copy(run.memory.host, run.memory.mirror, run)
-            fence = _end_of(self._save_stream)
+                self._copy(self._host, self._mirror, run)
+            fence = _end_of(self._saves)
         for staged in buffers:
             staged.fence = fence
         return fence
 
-    def _copy(self, to: Tensor, source: Tensor, run: _Run) -> None:
-        target, found = run.bytes_of(to), run.bytes_of(source)
+    def close(self) -> None:
+        """Wait for all transfers and release the page-locked memory. Lent buffers stay usable."""
+        self._closed = True
+        for staged in self._made:
+            staged.fence.wait()
+        if self._locked:
+            self._locked = False
+            torch.cuda.cudart().cudaHostUnregister(self._host.data_ptr())
+
+    @staticmethod
+    def _copy(to: Tensor, source: Tensor, run: _Run) -> None:
+        target, found = (one[run.first : run.stop].view(-1) for one in (to, source))
         for first in range(0, len(found), _PIECE_NBYTES):
             piece = slice(first, first + _PIECE_NBYTES)
             target[piece].copy_(found[piece], non_blocking=True)
 
-    def _adjoining(self, buffers: Sequence[DeviceBuffer]) -> list[_Run]:
+    @staticmethod
+    def _adjoining(buffers: Sequence[DeviceBuffer]) -> list[_Run]:
         runs: list[_Run] = []
         for staged in buffers:
-            memory, first = staged._memory, staged.first
-            stop = first + self.chunks
-            if runs and runs[-1].memory is memory and runs[-1].stop == first:
+            first, stop = staged.first, staged.first + staged.host.chunks
+            if runs and runs[-1].stop == first:
                 first = runs.pop().first
-            runs.append(_Run(memory, first, stop))
+            runs.append(_Run(first, stop))
         return runs
-
-    def close(self) -> None:
-        """Wait for all transfers and release the page-locked memory. Lent buffers stay usable."""
-        self._closed = True
-        with self._lock:
-            made, self._made = list(self._made.values()), {}
-        for staged in made:
-            staged.fence.wait()
-        memories = {staged._memory for staged in made}
-        if self._shared is not None:
-            memories.add(self._shared)
-        for memory in memories:
-            if memory.locked:
-                torch.cuda.cudart().cudaHostUnregister(memory.host.data_ptr())
-
-    def _with_mirror(self, nbytes: npt.NDArray[np.uint8], chunks: int) -> _Memory:
-        """Give host memory for so many chunks a mirror on the device. Raises OutOfMemoryError."""
-        host = torch.from_numpy(nbytes)
-        shape = (len(self._parts), chunks, self._tokens)
-        if not self._cuda:
-            return _Memory(host, host, torch.empty(shape, dtype=torch.int64))
-        # On a stream of ours: the allocator may hand out memory that the engine's stream still uses
-        # up to now, but ours would not wait for it. And on its device: threads begin on the first.
-        with torch.cuda.stream(self._load_stream):
-            slots = torch.empty(shape, dtype=torch.int64, pin_memory=True)
-            mirror = torch.empty_like(host, device=self._device)
-        self._load_stream.synchronize()
-        # Pinned where it lies: torch's own allocator rounds up to powers of two. Where the system
-        # refuses, transfers are still right, but hold up the thread that queues them.
-        with torch.cuda.device(self._device):
-            status = torch.cuda.cudart().cudaHostRegister(host.data_ptr(), host.nbytes, 0)
-            if int(status) != 0:
-                clear_error(self._device)
-        return _Memory(host, mirror, slots, int(status) == 0)
 
     def _runs(self, buffers: Sequence[DeviceBuffer], slots: Sequence[Tensor]) -> list[_Run]:
         """Return where the chunks with slots are; check all before any is moved."""
@@ -403,52 +367,37 @@ class Staging:
             )
         for part, some in zip(self._parts, slots, strict=True):
             check_slots(part, some, count * self._tokens)
-        runs = self._adjoining(buffers)
-        memory, first, stop = runs[-1]
-        return [*runs[:-1], _Run(memory, first, stop - (most - count))]
+        *runs, last = self._adjoining(buffers)
+        return [*runs, _Run(last.first, last.stop - (most - count))]
 
-    def _scatter(self, run: _Run, slots: Sequence[Tensor]) -> None:
-        """Scatter chunks of a mirror on a GPU; the move is planned once per run."""
-        rooms = run.memory.slots[:, run.first : run.stop]
-        there = [
-            target.copy_(some).to(self._device, non_blocking=True)
-            for target, some in zip(rooms, slots, strict=True)
-        ]
-        which = (id(run.memory), run.first, run.stop)
-        jobs = self._jobs.get(which)
+    def _move(self, run: _Run, slots: Sequence[Tensor], *, store: bool) -> None:
+        # Page-locked: else the copy to the device would wait for it.
+        rooms = self._slots[:, run.first : run.stop]
+        for room, some in zip(rooms, slots, strict=True):
+            room.copy_(some)
+        jobs = self._planned.get(run) if store else None
         if jobs is None:
-            arrays, low, jobs = self._arrays(run), 0, []
-            for part, some in zip(self._parts, slots, strict=True):
-                k, *rest = (array[:, :, low : low + part.layers] for array in arrays)
-                jobs.append(plan(part, some, k, rest[0] if rest else None))
-                low += part.layers
-            self._jobs[which] = jobs
-        for job, some in zip(jobs, there, strict=True):
-            choose(self._device).move(replace(job, slots=some), store=True)
+            jobs = self._plan(run, rooms)
+        else:
+            there = [room.to(self.device, non_blocking=True) for room in rooms]
+            jobs = [replace(job, slots=some) for job, some in zip(jobs, there, strict=True)]
+        if store:
+            self._planned[run] = jobs
+        for job in jobs:
+            choose(self.device).move(job, store=store)
 
-    def _gather(self, runs: Sequence[_Run], slots: Sequence[Tensor]) -> None:
-        at = 0
-        for run in runs:
-            stop = at + run.stop - run.first
-            self._move(gather, run, [some[at:stop] for some in slots])
-            at = stop
-
-    def _move(self, move: Callable[..., None], run: _Run, slots: Sequence[Tensor]) -> None:
-        if self._cuda:  # page-locked: else the copy to the device would wait for it
-            rooms = run.memory.slots[:, run.first : run.stop]
-            slots = [target.copy_(some) for target, some in zip(rooms, slots, strict=True)]
-        arrays, low = self._arrays(run), 0
-        for part, some in zip(self._parts, slots, strict=True):
-            move(part, some, *(array[:, :, low : low + part.layers] for array in arrays))
-            low += part.layers
-
-    def _arrays(self, run: _Run) -> list[Tensor]:
-        """K, and V if there is one, of a run: ``[chunks, heads, layers, tokens, dim]``."""
-        pieces = run.bytes_of(run.memory.mirror).view(run.stop - run.first, -1)
-        arrays, at, size = [], 0, self._parts[0].itemsize
+    def _plan(self, run: _Run, rooms: Tensor) -> list[Job]:
+        """Plan the moves of each part, between blocks and the mirror."""
+        pieces, size = self._mirror[run.first : run.stop], self._parts[0].itemsize
+        arrays, at = [], 0  # K, and V if there is one: [chunks, heads, layers, tokens, dim]
         for *shape, dim in self._shapes:
             stop = at + math.prod(shape) * dim * size
             part = pieces[:, at:stop].unflatten(1, (*shape, dim * size))
             arrays.append(part.view(self._parts[0].arrays[0][0].dtype))
             at = stop
-        return arrays
+        jobs, low = [], 0
+        for cache, room in zip(self._parts, rooms, strict=True):
+            k, *rest = (array[:, :, low : low + cache.layers] for array in arrays)
+            jobs.append(plan(cache, room, k, rest[0] if rest else None))
+            low += cache.layers
+        return jobs

@@ -5,9 +5,18 @@ from __future__ import annotations
 import unittest
 from unittest import mock
 
+import torch
+
+from posix_mover import PosixMover
 from vua.connector import device_transfer
+from vua.device.movers import CuFileMover, Mover
+
+
+def mover(device: torch.device) -> Mover:
+    return PosixMover() if device.type == "cpu" else CuFileMover(device)
 
 
 def on_cpu_too(test: unittest.TestCase) -> None:
-    """Take the ways of GPU memory for tensors on the CPU."""
+    """Take the ways of GPU memory for tensors on the CPU, and ordinary reads for cuFile's."""
+    test.enterContext(mock.patch.object(device_transfer, "CuFileMover", mover))
     test.enterContext(mock.patch.object(device_transfer, "STAGED_DEVICES", {"cuda", "cpu"}))

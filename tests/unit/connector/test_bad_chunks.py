@@ -16,8 +16,8 @@ import pytest
 from devices import on_cpu_too
 
 from helpers import DirectoryTest, bits, flip, keys_of, noise, save_step, until
+from posix_mover import PosixMover
 from scheduling import model_of
-from vua.device.movers import PosixMover
 from vua.format.layout import KVLayout
 from vua.security.keyring import Keyring, NoKeyError
 from vua.storage.base import ReadResult

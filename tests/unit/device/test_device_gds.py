@@ -20,11 +20,12 @@ import xxhash
 
 import vua.device
 from helpers import SOON_S, DirectoryTest, flip, keys_of, save_chunk, swap
+from posix_mover import PosixMover
 from vua.device import movers, xxh3
 from vua.device.buffers import StagingBuffer
 from vua.device.copy import synchronize
 from vua.device.gds import DirectReader, Gds
-from vua.device.movers import CuFileMover, Mover, PosixMover
+from vua.device.movers import CuFileMover, Mover
 from vua.errors import ConfigError, StorageError
 from vua.format.identity import Identity
 from vua.format.layout import KVLayout
@@ -203,14 +204,6 @@ class MoverTest(DirectoryTest):
         self.addCleanup(gds.close)
         self.assertIsNotNone(gds.mover)
         self.assertEqual([], list(self.root.iterdir()))
-
-
-@pytest.mark.gpu
-@NEEDS_CUDA
-class GPUPosixMoverTest(MoverTest):
-    """Through a page-locked buffer."""
-
-    device = torch.device("cuda:0")
 
 
 @pytest.mark.gpu

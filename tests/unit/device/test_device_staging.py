@@ -129,7 +129,7 @@ class StagingTest(DirectoryTest):
         self.assertIsNone(staging.take())
 
     def test_little_room_on_the_device(self) -> None:
-        """Where it has no room for all adjoining buffers there are fewer of them."""
+        """Where it has no room for all buffers there are fewer of them."""
         empty, asked = torch.empty, list[int]()
 
         def little(room: Any, *rest: Any, **settings: Any) -> Any:  # it asks for slots first
@@ -143,7 +143,7 @@ class StagingTest(DirectoryTest):
         for limit, wanted, left in ((12, [12, 6, 3], 3), (5, [5, 2], 2)):
             asked.clear()
             with mock.patch.object(torch, "empty", little):
-                staging = Staging([paged], LAYOUT, SHARD, chunks=1, limit=limit, adjoining=True)
+                staging = Staging([paged], LAYOUT, SHARD, chunks=1, limit=limit)
             self.addCleanup(staging.close)
             self.assertEqual((wanted, left, left), (asked, staging.limit, staging.left))
             buffers = [staging.take() for _ in range(left)]
