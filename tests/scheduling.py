@@ -56,6 +56,7 @@ def bare_connector(path: str, *, encoder_decoder: bool = False, **extra: Any) ->
     cache: Any = SimpleNamespace(kv_cache_groups=[])
     made = VUAStorageConnector_V1(engine, KVConnectorRole.WORKER, cache)
     assert made.worker is None
+    made.build_connector_worker_meta()  # it says once that it is unable
     return made
 
 

@@ -53,8 +53,6 @@ class Group:
     """The rectangle of each worker: ``shards[pp rank][tp rank]``."""
     tables: tuple[int, ...]
     """The engine's cache groups that these layers are spread over."""
-    names: tuple[str, ...] = ()
-    """What the engine calls their caches, in order; nothing where a layer's number tells it."""
 
     @property
     def written(self) -> tuple[Shard, ...]:

@@ -39,7 +39,6 @@ import torch
 from vua.connector.cache_spec import UncachedError
 from vua.connector.config import ConnectorConfig
 from vua.connector.group_transfer import BlockTables, GroupTransfer, PageLayouts, Tables
-from vua.connector.log import logger
 from vua.connector.metadata import GroupLoad, LoadOrder
 from vua.device.gds import DirectReader, Gds
 from vua.device.movers import CuFileMover
@@ -69,8 +68,6 @@ class RingResult(NamedTuple):
     """Leading chunks that are in their blocks, and right."""
     wanted: bool = True
     """Whether the rest is still wanted."""
-    doubted: bool = False
-    """Whether the device found the next one's bytes wrong."""
 
 
 class _Sent(NamedTuple):
@@ -121,10 +118,6 @@ class RingLoads:
         if int(plan.block_nbytes.min()) <= SHORT:
             self._kernel = None
 
-    def distrust(self) -> None:
-        """Compare checksums on the host from now on: the device found right bytes wrong."""
-        self._kernel = None
-
     def load(
         self,
         keys: Sequence[ChunkKey],
@@ -146,15 +139,15 @@ class RingLoads:
                 buffers.append(buffer)
             if len(buffers) < _LEAST:
                 return RingResult(0)
-            each, kernel = np.arange(self._staging.chunks, dtype=np.uint64), self._kernel
+            each = np.arange(self._staging.chunks, dtype=np.uint64)
             places = np.concatenate([each + np.uint64(one.first) for one in buffers])
             ahead = self._reader.ahead(
-                keys, places, self._into, job.what.believed, hashed=kernel is None
+                keys, places, self._into, job.what.believed, hashed=self._kernel is None
             )
             if ahead is None:
                 return RingResult(0)
             with closing(ahead):
-                result = self._pass_on(ahead, buffers, kernel, len(keys), job, ready, slots)
+                result = self._pass_on(ahead, buffers, len(keys), job, ready, slots)
         finally:
             for buffer in buffers:  # waits for its last transfer
                 self._staging.give_back(buffer)
@@ -165,16 +158,12 @@ class RingLoads:
         self,
         ahead: ReadAhead,
         buffers: Sequence[DeviceBuffer],
-        kernel: Digests | None,
         end: int,
         job: Job[LoadOrder],
         ready: Callable[[], None],
         slots: Slots,
     ) -> RingResult:
-        """Send ``end`` chunks that are read to blocks, buffer after buffer; as :meth:`load`.
-
-        ``kernel``: compares their checksums; None: that is done on the host.
-        """
+        """Send ``end`` chunks that are read to blocks, buffer after buffer; as :meth:`load`."""
         chunks, sent = self._staging.chunks, deque[_Sent]()
         done = first = 0
         while first < end or sent:
@@ -184,7 +173,7 @@ class RingLoads:
                 done = one.right()
                 job.progress()
                 if done < one.stop:
-                    return RingResult(done, doubted=True)
+                    return RingResult(done)
                 continue
             stop = min(first + chunks, end)
             came = ahead.take(done, stop)
@@ -194,7 +183,7 @@ class RingLoads:
                 continue
             buffer = buffers[first // chunks % len(buffers)]
             where = [some[first:came] for some in slots]
-            check = None if kernel is None else self._check_of(buffer, kernel)
+            check = None if self._kernel is None else self._check_of(buffer, self._kernel)
             ready()
             with job.use() as wanted:
                 if not wanted:  # the blocks may be another request's by now
@@ -239,8 +228,6 @@ def warm_up(staging: Staging, nowhere: Sequence[torch.Tensor]) -> None:
     staging.load(buffer, nowhere)
     staging.give_back(buffer)  # waits for all
 
-
-log = logger("worker")
 
 _LOAD_NBYTES: Final = 32 << 20
 """Size of a buffer for loads: each costs some 0.3 ms of Python, the time in which a GPU takes 16
@@ -347,13 +334,7 @@ class DeviceGroupTransfer(GroupTransfer):
         self._count(came.chunks, "pinned")
         if came.chunks == len(part.keys) or not came.wanted:
             return part.reached(came.chunks), None
-        reached, reason = super().load(part, job, ready, came.chunks)
-        if came.doubted and reached > part.keys[came.chunks].start:
-            log.warning(
-                "VUA: checksums are compared on the host: the GPU reported correct bytes as wrong"
-            )
-            ring.distrust()
-        return reached, reason
+        return super().load(part, job, ready, came.chunks)
 
     def _ring_loads(self) -> RingLoads:
         if self._ring is None or self._ring[0] is not self.store:

@@ -21,7 +21,6 @@ import torch
 
 from vua.connector.cache_spec import Group, Model, UncachedError
 from vua.connector.config import ConnectorConfig
-from vua.connector.events import GoneChunks
 from vua.connector.metadata import GroupLoad, LoadOrder
 from vua.connector.metrics import Recorder
 from vua.device.buffers import StagingBuffer, StagingPool
@@ -298,8 +297,8 @@ class GroupTransfer:
         self.number, self._stats = number, stats
         self.writer = ""
         """The engine's name, for the headers; set before the first save."""
-        self.watch: GoneChunks | None = None
-        """Told of chunks that cannot be loaded."""
+        self.tell_gone: Callable[[bytes, Shard], None] = lambda *_: None
+        """Told of chunks that cannot be loaded, by their prefix hashes."""
         self.group, self._model = model.groups[number], model
         self.shard = self.group.shards[rank.pp][rank.tp]
         row = self.group.shards[rank.pp]
@@ -369,15 +368,9 @@ class GroupTransfer:
         self, kv_caches: Mapping[str, torch.Tensor], layer_of: Mapping[str, int], tables: Tables
     ) -> Sequence[str]:
         """Return what the engine calls this shard's caches, in order. Raises UncachedError."""
-        part = slice(self.shard.layer_start, self.shard.layer_stop)
-        if self.group.names:
-            named = self.group.names[part]
-            if missing := [name for name in named if name not in kv_caches]:
-                raise UncachedError(f"expected the caches {list(named)}, not found: {missing}")
-            return named
-        layers = self.group.layers[part]
+        layers = self.group.layers[self.shard.layer_start : self.shard.layer_stop]
         found = {layer_of[name]: name for name in kv_caches if tables[name] in self.group.tables}
-        if sorted(found) != list(layers):
+        if not found.keys() >= set(layers):
             raise UncachedError(f"expected the layers {list(layers)}, found {sorted(found)}")
         return [found[layer] for layer in layers]
 
@@ -508,11 +501,7 @@ class GroupTransfer:
                 goes_on=lambda: job.wanted,
                 believed=job.what.believed,
             ):
-                self.tell_gone(key)
-
-    def tell_gone(self, key: ChunkKey) -> None:
-        if self.watch is not None:
-            self.watch.gone(key.prefix_hash, self.shard)
+                self.tell_gone(key.prefix_hash, self.shard)
 
     def gather(
         self, buffers: Sequence[Any], keys: Sequence[ChunkKey], tables: Sequence[BlockTables]

@@ -36,7 +36,7 @@ _MAX_PAUSE_S: Final = 60.0
 
 @dataclass(frozen=True, slots=True)
 class LoadDecision:
-    """The decision about one request, and its numbers."""
+    """The decision about one request."""
 
     tokens: int
     """How many to load; 0: all are computed."""
@@ -44,20 +44,11 @@ class LoadDecision:
     """``faster``; ``unmeasured``, so tried; ``probe``; ``asked`` for by the settings or the client;
     ``compute``: nothing is loaded; ``witness``: nothing is loaded, to compare what is stored with
     the computed; ``nothing``: there is nothing to load."""
-    load_s: float | None = None
-    """Predicted seconds to load ``tokens``, or all if nothing is loaded; None: unmeasured."""
-    compute_s: float | None = None
-    """Predicted seconds to compute the same tokens."""
 
     @property
     def left_out(self) -> bool:
         """Whether tokens are computed although they are stored."""
         return self.reason in ("compute", "witness")
-
-    def __str__(self) -> str:
-        both = (self.load_s, self.compute_s)
-        load, compute = ("?" if s is None else f"{1000 * s:.1f} ms" for s in both)
-        return f"decided {self.reason} (load {load}, compute {compute})"
 
 
 NOTHING_STORED: Final = LoadDecision(0, "nothing")
@@ -198,16 +189,13 @@ class LoadPolicy:
             if self._probe_at_s is None:
                 self._pause_s, self._probe_at_s = _FIRST_PAUSE_S, now + _FIRST_PAUSE_S
             if now < self._probe_at_s or self._running:
-                return LoadDecision(0, "compute", wait_s, compute_s)
+                return LoadDecision(0, "compute")
             end, reason = min(stop, start + int((stop - start) * compute_s / wait_s)), "probe"
         if end < stop:
-            granule = math.lcm(
-                self._model.chunk_tokens, self._model.align
-            )  # only whole ones are usable
+            granule = math.lcm(self._model.chunk_tokens, self._model.align)  # of use as a whole
             end = max(start // granule + 1, end // granule) * granule
             end = end if self._model.plain and end < stop else stop
-            load_s, compute_s = self._predict(start, end, rows)
-        return LoadDecision(end - start, reason, load_s, compute_s)
+        return LoadDecision(end - start, reason)
 
     def _predict(self, start: int, stop: int, rows: int) -> tuple[float | None, float | None]:
         load_s = self._own_s(rows * self._model.loaded_nbytes(start, stop))

@@ -8,162 +8,17 @@ lists, strings and numbers.
 Values of a request as a whole (tokens, lookups, loads) are recorded by the scheduler's half, once
 for all ranks; values of files (bytes, chunks) by each rank. Requests to buckets are metrics, too,
 since they cost money.
-
-Only the scheduler sees a request as a whole (what was found, promised, and loaded by all ranks), so
-:class:`RequestMetrics` counts tokens, lookups and loads there, once, and writes the log of each.
 """
 
 from __future__ import annotations
 
 import threading
-import time
 from collections import Counter
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Final, TypeAlias
 
-from vua.connector.load_policy import NOTHING_STORED, LoadDecision, LoadPolicy
-from vua.connector.log import logger
-from vua.connector.savings import Savings
 from vua.io.forks import new_lock
 from vua.storage.bucket_cost import KINDS, cost_dollars, requests
-
-log = logger("requests")
-
-
-@dataclass(slots=True)
-class _Account:
-    prompt_tokens: int
-    outcome: str = "not asked"
-    lookup_s: float = 0.0
-    decision: LoadDecision = NOTHING_STORED
-    ordered_s: float | None = None
-    start: int = 0
-    promised: int = 0
-    limit: int = 0
-    """Tokens of the promised that have not failed."""
-    loaded: int = 0
-    load_s: float = 0.0
-    saves: int = 0
-
-
-class RequestMetrics:
-    """Keeps one account per request. For the scheduler's thread only; all methods are O(1)."""
-
-    def __init__(
-        self,
-        stats: Recorder,
-        policy: LoadPolicy,
-        *,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        self._stats, self._policy, self._clock = stats, policy, clock
-        self.savings = Savings(policy.prefill)
-        self._accounts: dict[str, _Account] = {}
-
-    # -- per request --------------------------------------------------------------------------
-
-    def answered(
-        self,
-        request_id: str,
-        outcome: str,
-        prompt_tokens: int,
-        seconds: float,
-        *,
-        local_tokens: int = 0,
-        found: tuple[str, int, int, int] | None = None,
-    ) -> None:
-        """Note the answer to a lookup; later calls for the same request change nothing.
-
-        ``local_tokens`` of the prompt are in the engine's own prefix cache already; ``found``:
-        in this namespace so many chunks, of how many, and the tokens of one; None: not asked.
-        """
-        if request_id in self._accounts:
-            return
-        self._accounts[request_id] = _Account(prompt_tokens, outcome, seconds)
-        self._stats.add("vua_lookups_total", label=outcome)
-        self._stats.add("vua_prompt_tokens_total", prompt_tokens)
-        self._stats.add("vua_queried_tokens_total", prompt_tokens - local_tokens)
-        self._stats.observe("vua_lookup_seconds", seconds)
-        if found is not None:
-            self.savings.looked_up(*found)
-        self._show_saved()
-
-    def computing(self, request: Any, start: int, decision: LoadDecision) -> None:
-        """Note that ``request`` is computed after ``start`` tokens or the loaded ones."""
-        self._policy.admitted(max(start, request.num_computed_tokens), request.num_tokens)
-        if decision.left_out:
-            self._chosen(request.request_id, decision)
-
-    def _chosen(self, request_id: str, decision: LoadDecision) -> None:
-        self._stats.add("vua_load_decisions_total", label=decision.reason)
-        account = self._accounts.get(request_id)
-        if account is not None:
-            account.decision = decision
-
-    def load_ordered(self, request_id: str, start: int, stop: int, decision: LoadDecision) -> None:
-        self._policy.ordered(request_id, start, stop)
-        self._chosen(request_id, decision)
-        account = self._accounts.get(request_id)
-        if account is not None:
-            account.ordered_s, account.start = self._clock(), start
-            account.promised = account.limit = stop - start
-
-    def load_failed(self, request_id: str, good_tokens: int) -> None:
-        account = self._accounts.get(request_id)
-        if account is not None:
-            account.limit = min(account.limit, good_tokens)
-
-    def load_ended(self, request_id: str) -> None:
-        self._policy.ended(request_id)
-        account = self._accounts.get(request_id)
-        if account is None or account.ordered_s is None:
-            return
-        seconds, account.ordered_s = self._clock() - account.ordered_s, None
-        waited_s = seconds + (0.0 if account.load_s else account.lookup_s)
-        account.load_s += seconds
-        account.loaded += account.limit
-        complete = account.limit == account.promised
-        outcome = "complete" if complete else "partial" if account.limit else "failed"
-        self._stats.add("vua_loads_total", label=outcome)
-        self._stats.observe("vua_load_seconds", seconds)
-        if account.limit:
-            self._stats.add("vua_loaded_tokens_total", account.limit)
-        self.savings.loaded(account.limit, account.start, waited_s)
-        self._show_saved()
-
-    def _show_saved(self) -> None:
-        if (total := self.savings.total).priced_tokens:
-            self._stats.set("vua_seconds_saved", total.saved_s)
-
-    def saves_ordered(self, request_id: str, chunks: int) -> None:
-        account = self._accounts.get(request_id)
-        if account is not None:
-            account.saves += chunks
-
-    def prompt_ended(self, chunks: int, stored: int, chunk_tokens: int) -> None:
-        name = "vua_prompt_chunk_tokens_total"
-        self._stats.add(name, stored * chunk_tokens, "yes")
-        self._stats.add(name, (chunks - stored) * chunk_tokens, "no")
-
-    def finished(self, request_id: str) -> None:
-        """Close a request's account, with one line at DEBUG."""
-        self._policy.ended(request_id)
-        account = self._accounts.pop(request_id, None)
-        if account is not None:
-            log.debug(
-                "request %s: %d prompt tokens; lookup %s after %.1f ms; %s; %d tokens loaded in "
-                "%.1f ms; %d chunks ordered to be stored",
-                request_id,
-                account.prompt_tokens,
-                account.outcome,
-                1000 * account.lookup_s,
-                account.decision,
-                account.loaded,
-                1000 * account.load_s,
-                account.saves,
-            )
-
 
 Series: TypeAlias = dict[str, dict[str, Any]]
 """``[metric][label value]``: a number for counters and gauges, a list of observations for

@@ -48,8 +48,8 @@ _KEPT_S: Final = 90 * 86400.0
 """Verdicts unused for so long are deleted."""
 _MOST: Final = 1 << 14
 """Verdicts that are kept; the oldest ones beyond that are deleted."""
-_MOST_KNOWN: Final = 1 << 13
-"""Answers that are kept in memory, of each of two questions."""
+_MOST_KNOWN: Final = 1 << 14
+"""Answers that are kept in memory."""
 _TIDIED_EVERY: Final = 256
 """A process cleans up at its first verdict and after every so many."""
 _VERDICTS, _COMPARED = "verdicts", "compared"
@@ -96,8 +96,8 @@ class KnownWriters:
         self._security = security or Security()
         self._keyring = Keyring(namespace, self._security)
         self._own, self._setup = b"", ""
-        self._proved: dict[tuple[Kind, bytes], bool] = {}
-        self._put_aside: dict[bytes, bool] = {}
+        self._known: dict[tuple[Kind | None, bytes], bool] = {}
+        """Of a kind, whether the writer's chunks were proved; of no kind, whether one differed."""
         self._added = 0
 
     def be_of(self, setup: str, own: bytes) -> None:
@@ -107,10 +107,9 @@ class KnownWriters:
     def learn(self, kind: Kind, writers: Iterable[bytes]) -> None:
         """Read what is known of writers, and of their chunks of a kind. Touches the file system."""
         for writer in writers:
-            if self._put_aside.get(writer) is None:
-                self._keep(self._put_aside, writer, self._read(None, writer))
-            if self._proved.get((kind, writer)) is None and not self.is_alike(writer):
-                self._keep(self._proved, (kind, writer), self._read(kind, writer))
+            for which in (None,) if self.is_alike(writer) else (None, kind):
+                if (which, writer) not in self._known:
+                    self._keep(which, writer, there=self._read(which, writer))
 
     def is_alike(self, writer: bytes) -> bool:
         """Whether a writer has this engine's setup: nothing of it need be proved."""
@@ -118,27 +117,26 @@ class KnownWriters:
 
     def holds(self, kind: Kind, writer: bytes) -> bool:
         """Whether a writer's chunks of a kind were proved before, as far as was read."""
-        return self.is_alike(writer) or self._proved.get((kind, writer), False)
+        return self.is_alike(writer) or self._known.get((kind, writer), False)
 
     def add(self, kind: Kind, writer: bytes) -> None:
-        self._keep(self._proved, (kind, writer), there=True)
+        self._keep(kind, writer, there=True)
         if not self.is_alike(writer):
             self._write(kind, writer)
 
     def is_aside(self, writer: bytes) -> bool:
         """Whether a writer's chunks differed before, as far as was read."""
-        return self._put_aside.get(writer, False)
+        return self._known.get((None, writer), False)
 
     def put_aside(self, writer: bytes) -> None:
-        self._keep(self._put_aside, writer, there=True)
+        self._keep(None, writer, there=True)
         self._write(None, writer)
 
-    @staticmethod
-    def _keep(known: dict[Any, Any], what: object, there: object) -> None:
-        if len(known) >= _MOST_KNOWN:
+    def _keep(self, kind: Kind | None, writer: bytes, *, there: bool) -> None:
+        if len(self._known) >= _MOST_KNOWN:
             with suppress(StopIteration, KeyError, RuntimeError):  # another thread was faster
-                del known[next(iter(known))]
-        known[what] = there
+                del self._known[next(iter(self._known))]
+        self._known[kind, writer] = there
 
     def _name(self, kind: Kind | None, writer: bytes) -> str | None:
         """Return a verdict's name; ``kind`` None: that a chunk differed. None: it is not kept."""

@@ -19,7 +19,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any, Final
 
-from vua.connector.log import logger
+from vua.connector.log import WarnOnce, logger
 
 log = logger("requests")
 
@@ -91,8 +91,7 @@ class OptionReader:
 
     def __init__(self, *, allow_pins: bool = False) -> None:
         """Start without complaints; without ``allow_pins`` pins are refused."""
-        self._allow_pins = allow_pins
-        self._complained: set[str] = set()
+        self._allow_pins, self._warn_once = allow_pins, WarnOnce(log)
 
     def read(self, params: Any, kv_hints: Any = None) -> RequestOptions:
         """Return a request's options; never raises.
@@ -151,15 +150,13 @@ class OptionReader:
         return values
 
     def _refused(self, outcome: str, found: str, action: object) -> str:
-        if found not in self._complained:
-            self._complained.add(found)
-            names = ("action_type", "action_version")
-            kind, version = (_shown(getattr(action, name, None)) for name in names)
-            log.warning(
-                "VUA: an action in a request's kv_hints has %s: %s, version %s; ignored, as will be"
-                " others like it. Known types, in versions 0 and 1: %s",
-                *(found, kind, version, ", ".join(ACTIONS)),
-            )
+        names = ("action_type", "action_version")
+        kind, version = (_shown(getattr(action, name, None)) for name in names)
+        self._warn_once(
+            found,
+            f"an action in a request's kv_hints has {found}: {kind}, version {version}; ignored, "
+            f"as will be others like it. Known types, in versions 0 and 1: {', '.join(ACTIONS)}",
+        )
         return outcome
 
     def _of_client(self, params: Any) -> dict[str, Any]:
@@ -170,7 +167,7 @@ class OptionReader:
             self._complain(SECTION, f"must be an object, found {_shown(given)}")
             return {}
         known = {name: given[name] for name in _KINDS if name in given}
-        if len(known) < len(given) and "unknown" not in self._complained:
+        if len(known) < len(given):
             name = next(name for name in given if name not in known)
             near = difflib.get_close_matches(str(name)[:40], _KINDS, n=1, cutoff=0.0)[0]
             self._complain("unknown", f"has no {_shown(name)}; the nearest is {near!r}")
@@ -192,13 +189,8 @@ class OptionReader:
         return None
 
     def _complain(self, about: str, what: str) -> None:
-        if about not in self._complained:
-            self._complained.add(about)
-            log.warning(
-                "VUA: a request's kv_transfer_params[%r] %s; ignored, as will be others like it",
-                SECTION,
-                what,
-            )
+        text = f"a request's kv_transfer_params[{SECTION!r}] {what}; ignored, as will be others"
+        self._warn_once(about, f"{text} like it")
 
 
 def _retain_s(payload: Mapping[str, Any]) -> float | None:

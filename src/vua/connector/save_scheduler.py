@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import math
 import time
-from bisect import bisect_left
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -36,12 +35,12 @@ from vua.connector.metadata import (
     ScheduledStep,
     Tables,
 )
-from vua.connector.metrics import RequestMetrics
+from vua.connector.metrics import Recorder
 from vua.connector.prefix_match import PrefixMatch
 from vua.connector.replies import Replies
 from vua.connector.request import RequestOptions, SaveHints
 from vua.connector.witness import Witness
-from vua.format.keys import ChunkKey, KeyRun, token_ids
+from vua.format.keys import ChunkKey, KeyChain, KeyRun, token_ids
 
 
 @dataclass(slots=True)
@@ -67,6 +66,13 @@ class RequestState:
     engine applied another request's adapter to it."""
     loading: list[int] = field(default_factory=list)
     """Blocks that a running load fills; empty if the load can only fail as a whole."""
+    lookup_s: float | None = None
+    """How long its first lookup took, until a load is charged for it; None: not answered."""
+    load_began_s: float | None = None
+    """When its running load was ordered."""
+    promised: int = 0
+    """Tokens of the load, and those of them that have not failed."""
+    good: int = 0
     block_ids: list[list[int]] = field(default_factory=list)
     """Its block table, per cache group."""
     next_save: int | None = None
@@ -183,140 +189,99 @@ class Origins:
                 self._of.pop(block, None)
 
 
-_MAX_COPIES: Final = 1 << 16
+_MAX_ORDERED: Final = 1 << 16
 """Chunks that were ordered and are remembered, some 300 bytes each; one beyond is ordered twice."""
 
 
 @dataclass(slots=True, eq=False)
-class _Copy:
-    number: int
-    request_id: str
-    group: int
+class _Ordered:
+    """One request's chunks in one order."""
+
+    request: Any
+    chain: KeyChain
     hints: SaveHints
-    names: list[bytes]
-    chunks: Sequence[int]
-    """The indices of the names in their prompt."""
-    waiting: dict[str, int] = field(default_factory=dict)
-    """Requests that have the same chunks and did not order them: the first one of each."""
-    ended_s: float | None = None
-    """When all workers had ended it; None: it is under way."""
+    parts: list[tuple[int, Sequence[ChunkKey], list[bytes]]]
+    """The group, its keys, and the prefix hashes of those that have not failed."""
+    left: int
+    """Workers that have not ended it."""
+    ended_s: float = math.inf
+
+    def covers(self, state: RequestState) -> bool:
+        """Whether a request need not order these: its lookup could not see them stored."""
+        since, own = self.ended_s > state.lookup.asked_s, self.request is state.request
+        return since and not own and state.options.hints in (SaveHints(), self.hints)
 
 
-class _Copies:
+class _Orders:
     """The chunks that this engine has ordered to be stored, so that each is ordered once.
 
     A lookup knows what was stored at its time, but not what was ordered since, for another request
-    with the same prefix. No Python work per chunk unless prefixes are shared.
+    with the same prefix. If that fails, a prompt that comes later stores it. No Python work per
+    chunk unless prefixes are shared.
     """
 
     def __init__(self) -> None:
-        self._of: dict[tuple[int, bytes], _Copy] = {}
-        self._orders: OrderedDict[int, list[_Copy]] = OrderedDict()
-        self._reports: dict[int, int] = {}
-        self._has_ended = False
+        self._of: dict[tuple[int, bytes], _Ordered] = {}
+        """By the group and the prefix hash."""
+        self._orders: OrderedDict[int, _Ordered] = OrderedDict()
 
-    def left(
-        self, group: int, keys: Sequence[ChunkKey], state: RequestState, size: int
-    ) -> Sequence[ChunkKey]:
-        names, chunks = _names(keys, size)
-        known = [self._of.get((group, name)) for name in names]
+    def left(self, group: int, keys: Sequence[ChunkKey], state: RequestState) -> Sequence[ChunkKey]:
+        known = [self._of.get((group, name)) for name in _names(keys)]
         if not any(known):
             return keys
-        left = []
-        for at, copy in enumerate(known):
-            if copy is None or not self._covers(copy, state):
-                left.append(keys[at])
-                continue
-            waits = copy.waiting.get(state.request.request_id, chunks[at])
-            copy.waiting[state.request.request_id] = min(waits, chunks[at])
-        return left
+        pairs = zip(keys, known, strict=True)
+        return [key for key, one in pairs if one is None or not one.covers(state)]
 
-    @staticmethod
-    def _covers(copy: _Copy, state: RequestState) -> bool:
-        since = copy.ended_s is None or copy.ended_s > state.lookup.asked_s
-        own = copy.request_id == state.request.request_id
-        return since and not own and state.options.hints in (SaveHints(), copy.hints)
-
-    def ordered(self, order: SaveOrder, size: int) -> None:
-        copies = []
-        for group, keys in order.parts:
-            names, chunks = _names(keys, size)
-            copy = _Copy(order.number, order.request_id, group, order.hints, names, chunks)
-            self._of.update(dict.fromkeys([(group, name) for name in names], copy))
-            copies.append(copy)
-        self._orders[order.number] = copies
-        while len(self._of) > _MAX_COPIES and self._orders:
+    def add(self, number: int, ordered: _Ordered) -> None:
+        for group, _, names in ordered.parts:
+            self._of.update(dict.fromkeys([(group, name) for name in names], ordered))
+        self._orders[number] = ordered
+        while len(self._of) > _MAX_ORDERED and self._orders:
             self._drop(next(iter(self._orders)))
 
-    def failed(self, request_id: str, chunk: int) -> dict[str, int]:
-        """Forget a request's copies from a chunk on, which are not stored.
+    def failed(self, request_id: str, token: int) -> None:
+        """Forget a request's chunks from a token on, which are not stored."""
+        for ordered in self._orders.values():
+            if ordered.request.request_id == request_id:
+                for group, keys, names in ordered.parts:
+                    kept = sum(key.start < token for key in keys[: len(names)])
+                    self._forget(ordered, group, names[kept:])
+                    del names[kept:]
 
-        Return the other requests that relied on them, and the chunk from which each must order.
-        """
-        waiting: dict[str, int] = {}
-        for copies in self._orders.values():
-            for copy in copies:
-                if copy.request_id != request_id or not copy.names or copy.chunks[-1] < chunk:
-                    continue
-                kept = bisect_left(copy.chunks, chunk)
-                self._forget(copy, range(kept, len(copy.names)))
-                copy.names, copy.chunks = copy.names[:kept], copy.chunks[:kept]
-                for other, first in copy.waiting.items():
-                    at = max(first, chunk)
-                    waiting[other] = min(at, waiting.get(other, at))
-        return waiting
-
-    def learn(
-        self, ended: Mapping[int, int], workers: int, now_s: float
-    ) -> Iterator[tuple[int, list[bytes]]]:
-        """Note how many workers have ended orders; yield those that all have ended.
-
-        As the group, and the prefix hashes of the chunks that are stored.
-        """
+    def learn(self, ended: Mapping[int, int], now_s: float) -> Iterator[_Ordered]:
+        """Note how many workers have ended orders; yield those that all have ended."""
         for number, count in ended.items():
-            if number not in self._orders:
-                continue
-            count += self._reports.pop(number, 0)  # noqa: PLW2901
-            if count < workers:
-                self._reports[number] = count
-                continue
-            self._has_ended = True
-            for copy in self._orders[number]:
-                copy.ended_s = now_s
-                yield copy.group, copy.names
+            if (ordered := self._orders.get(number)) is not None:
+                ordered.left -= count
+                if not ordered.left:
+                    ordered.ended_s = now_s
+                    yield ordered
 
     def tidy(self, states: Iterable[RequestState]) -> None:
-        if not self._has_ended:
-            return
-        first_s = min((state.lookup.asked_s for state in states), default=math.inf)
-        for number, copies in list(self._orders.items()):
-            if all(copy.ended_s is not None and copy.ended_s <= first_s for copy in copies):
+        """Forget what each running request's lookup could have seen."""
+        ended = [number for number, one in self._orders.items() if one.ended_s < math.inf]
+        first_s = min((state.lookup.asked_s for state in states), default=math.inf) if ended else 0
+        for number in ended:
+            if self._orders[number].ended_s <= first_s:
                 self._drop(number)
-        self._has_ended = any(
-            copy.ended_s is not None for copies in self._orders.values() for copy in copies
-        )
 
     def clear(self) -> None:
         self._of.clear()
         self._orders.clear()
-        self._reports.clear()
 
     def _drop(self, number: int) -> None:
-        for copy in self._orders.pop(number):
-            self._forget(copy, range(len(copy.names)))
-        self._reports.pop(number, None)
+        ordered = self._orders.pop(number)
+        for group, _, names in ordered.parts:
+            self._forget(ordered, group, names)
 
-    def _forget(self, copy: _Copy, places: Iterable[int]) -> None:
-        for at in places:
-            name = copy.group, copy.names[at]
-            if self._of.get(name) is copy:
-                del self._of[name]
+    def _forget(self, ordered: _Ordered, group: int, names: Iterable[bytes]) -> None:
+        for name in names:
+            if self._of.get((group, name)) is ordered:
+                del self._of[group, name]
 
 
-def _names(keys: Sequence[ChunkKey], size: int) -> tuple[list[bytes], Sequence[int]]:
-    if isinstance(keys, KeyRun):
-        return keys.prefix_hashes, range(keys.first_chunk, keys.first_chunk + len(keys))
-    return [key.prefix_hash for key in keys], [key.start // size for key in keys]
+def _names(keys: Sequence[ChunkKey]) -> list[bytes]:
+    return keys.prefix_hashes if isinstance(keys, KeyRun) else [key.prefix_hash for key in keys]
 
 
 class SaveScheduler:
@@ -330,7 +295,7 @@ class SaveScheduler:
         config: ConnectorConfig,
         block_sizes: Sequence[int],
         media: Media,
-        metrics: RequestMetrics,
+        stats: Recorder,
         events: KVEventPublisher | None,
         *,
         clock: Callable[[], float] = time.monotonic,
@@ -341,16 +306,15 @@ class SaveScheduler:
             config: the connector's settings.
             block_sizes: tokens per block of each of the engine's cache groups.
             media: checks whether a request's images still are what its keys name.
-            metrics: counts orders.
+            stats: where the metrics are recorded.
             events: announces what is stored; None: no events.
             clock: returns seconds, as that of the lookups.
         """
-        self._config, self._media, self._metrics, self._events = config, media, metrics, events
+        self._config, self._media, self._stats, self._events = config, media, stats, events
         self._origins, self._resets = Origins(block_sizes), 0
-        self._copies, self._orders, self._clock = _Copies(), 0, clock
-        self._ended: dict[str, tuple[int, int]] = {}
-        """Per request that ended in this step: its prompt's whole chunks, and how many leading ones
-        are stored or being stored."""
+        self._orders, self._number, self._clock = _Orders(), 0, clock
+        self._ended: dict[str, RequestState] = {}
+        """Requests that ended in this step."""
 
     def use(self, model: Model, witness: Witness, replies: Replies | None = None) -> None:
         """Order for another namespace from now on.
@@ -362,7 +326,7 @@ class SaveScheduler:
     def reset(self) -> None:
         """Note that what is computed from now on is of another epoch."""
         self._resets += 1
-        self._copies.clear()
+        self._orders.clear()
 
     def begins(self, state: RequestState | None, tables: Tables, cached_tokens: int) -> bool:
         """Note a request's first blocks; whether their cached content has its own origin.
@@ -445,44 +409,40 @@ class SaveScheduler:
         """
         size = self.model.chunk_tokens
         for request_id, token in unsaved.items():
-            chunk, state = token // size, states.get(request_id)
+            state, chunk = states.get(request_id) or self._ended.get(request_id), token // size
             if state is not None and state.next_save is not None:
-                state.unsaved = min(chunk, chunk if state.unsaved is None else state.unsaved)
-            else:
-                self._stored_less(request_id, chunk)
-            for other, first in self._copies.failed(request_id, chunk).items():
-                state = states.get(other)
-                if state is not None and state.next_save is not None:
-                    state.next_save = min(state.next_save, first)
-                else:
-                    self._stored_less(other, first)
-        came = list(self._copies.learn(ended, self.model.workers, self._clock()))
+                state.unsaved = chunk if state.unsaved is None else min(chunk, state.unsaved)
+            self._orders.failed(request_id, token)
         for request_id in retry:
             state = states.get(request_id)
             if state is not None and state.unsaved is not None:
-                if state.next_save is not None:
-                    state.next_save = min(state.next_save, state.unsaved)
-                state.unsaved = None
+                state.next_save, state.unsaved = state.unsaved, None
+        came: list[tuple[int, list[bytes]]] = []
+        for ordered in self._orders.learn(ended, self._clock()):
+            for group, keys, names in ordered.parts:
+                came.append((group, names))
+                if self._events is not None and group == self._events.group:
+                    chunks = [key.start // size for key in keys[: len(names)]]
+                    self._events.announce(ordered.request, ordered.chain, chunks)
         return came
-
-    def _stored_less(self, request_id: str, chunk: int) -> None:
-        if request_id in self._ended:
-            chunks, stored = self._ended[request_id]
-            self._ended[request_id] = chunks, min(stored, chunk)
 
     def ended(self, state: RequestState) -> None:
         """Note that a request has ended, to count how much of its prompt was stored."""
         found = state.lookup.answer.result() if state.lookup else None
         if found is None or state.next_save is None or state.outdated or not state.options.store:
             return
-        stored = state.next_save if state.unsaved is None else state.unsaved
-        self._ended[state.request.request_id] = found.prompt_chunks, stored
+        self._ended[state.request.request_id] = state
 
     def step_ended(self, states: Iterable[RequestState]) -> None:
         """Count the requests that ended in this step; the workers have reported everything."""
-        self._copies.tidy(states)
-        for chunks, stored in self._ended.values():
-            self._metrics.prompt_ended(chunks, min(stored, chunks), self.model.chunk_tokens)
+        self._orders.tidy(states)
+        name, size = "vua_prompt_chunk_tokens_total", self.model.chunk_tokens
+        for state in self._ended.values():
+            found, stored = state.lookup.answer.result(), state.unsaved
+            stored = (state.next_save or 0) if stored is None else stored
+            chunks = 0 if found is None else found.prompt_chunks
+            self._stats.add(name, min(stored, chunks) * size, "yes")
+            self._stats.add(name, max(0, chunks - stored) * size, "no")
         self._ended.clear()
 
     def _with_reply(self, request: Any, found: PrefixMatch, complete: int, replies: Replies) -> int:
@@ -540,23 +500,22 @@ class SaveScheduler:
         parts: list[tuple[int, Sequence[ChunkKey]]] = []
         for number in range(len(self.model.groups)):
             wanted = to_save(self.model, number, found, progress)
-            if wanted and (keys := self._copies.left(number, wanted, state, size)):
+            if wanted and (keys := self._orders.left(number, wanted, state)):
                 parts.append((number, keys))
         if not parts:
             return
-        blocks, self._orders = [list(table) for table in tables], self._orders + 1
+        self._number += 1
         order = SaveOrder(
-            blocks,
+            [list(table) for table in tables],
             parts,
             state.options.hints,
             state.adapter,
             request.request_id,
             (reused.start if reused else first) * size,
-            self._orders,
+            self._number,
             max(stop, found.prompt_chunks),
         )
         orders.saves.append(order)
-        self._copies.ordered(order, size)
-        self._metrics.saves_ordered(request.request_id, sum(len(keys) for _, keys in parts))
-        if self._events is not None:
-            self._events.ordered(request, found.keys, range(first, stop))
+        named = [(group, keys, _names(keys)) for group, keys in parts]
+        ordered = _Ordered(request, found.keys, order.hints, named, self.model.workers)
+        self._orders.add(self._number, ordered)

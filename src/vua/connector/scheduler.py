@@ -31,12 +31,13 @@ from vua.connector.metadata import (
     WorkerOutput,
     prompt_work,
 )
-from vua.connector.metrics import Recorder, RequestMetrics, Series, record_requests
+from vua.connector.metrics import Recorder, Series, record_requests
 from vua.connector.opening import Opening, close_within
 from vua.connector.prefix_match import PrefixMatch
 from vua.connector.proved import written
 from vua.connector.request import OptionReader, RequestOptions
 from vua.connector.save_scheduler import RequestState, SaveScheduler, to_load
+from vua.connector.savings import Savings
 from vua.connector.witness import Witness
 from vua.format.identity import Identity
 from vua.store.namespace import Namespace
@@ -112,9 +113,9 @@ class SchedulerSide:
         self._loads: list[LoadOrder] = []
         self._patience = StepPatience()
         self.policy = LoadPolicy(model, config, clock=clock)
-        self.request_metrics = RequestMetrics(self.stats, self.policy, clock=clock)
+        self.savings = Savings(self.policy.prefill)
         self._saves = SaveScheduler(
-            *(config, model.block_sizes, self._media, self.request_metrics, events), clock=clock
+            *(config, model.block_sizes, self._media, self.stats, events), clock=clock
         )
         self._saves.use(model, self.witness)
         self._use_what_is_known()
@@ -177,8 +178,7 @@ class SchedulerSide:
         """
         self._setup, self.writer = setup, new_writer(KIND, setup)
         self.witness.be_of(setup, self.writer)
-        savings = self.request_metrics.savings
-        savings.keep_at(self._config.shared_storage_path, setup, self._config.security)
+        self.savings.keep_at(self._config.shared_storage_path, setup, self._config.security)
 
     @property
     def _waits_for_weights(self) -> bool:
@@ -233,8 +233,6 @@ class SchedulerSide:
         if self._open:
             self.lookups.note_stored(came)
             self.lookups.learn(notes.refused)
-        if self._events is not None:
-            self._events.stored(came)
         opening = self._opening.identity
         self._workers_open.update(notes.opened)
         if opening is not None and self._workers_open[opening.namespace] >= self.model.workers:
@@ -251,7 +249,7 @@ class SchedulerSide:
     def shutdown(self) -> None:
         """Stop the lookup threads, and write what was learned of writers."""
         close_within(written, min(_END_S, self._config.timeouts.drain_s))
-        self.request_metrics.savings.close()
+        self.savings.close()
         self._opening.close()
         self._use_what_is_known()
         if self._open:
@@ -333,20 +331,23 @@ class SchedulerSide:
         return True
 
     def _account(self, state: RequestState, outcome: str) -> None:
-        request, seconds = state.request, self._clock() - state.arrived_s
-        match = state.lookup.answer.result() if state.lookup else None
-        found = None
-        if match is not None and not state.lookup.not_asked:
-            size = self.model.chunk_tokens
-            found = self.namespace.name, match.stored, match.prompt_chunks, size
-        self.request_metrics.answered(
-            request.request_id,
-            outcome,
-            request.num_tokens,
-            seconds,
-            local_tokens=state.local_tokens,
-            found=found,
-        )
+        """Count the answer to a request's first lookup."""
+        if state.lookup_s is not None:
+            return
+        tokens, state.lookup_s = state.request.num_tokens, self._clock() - state.arrived_s
+        self.stats.add("vua_lookups_total", label=outcome)
+        self.stats.add("vua_prompt_tokens_total", tokens)
+        self.stats.add("vua_queried_tokens_total", tokens - state.local_tokens)
+        self.stats.observe("vua_lookup_seconds", state.lookup_s)
+        found = state.lookup.answer.result() if state.lookup else None
+        if found is not None and not state.lookup.not_asked:
+            counted = found.stored, found.prompt_chunks, self.model.chunk_tokens
+            self.savings.looked_up(self.namespace.name, *counted)
+        self._show_saved()
+
+    def _show_saved(self) -> None:
+        if (total := self.savings.total).priced_tokens:
+            self.stats.set("vua_seconds_saved", total.saved_s)
 
     def _state(self, request: Any) -> RequestState | None:
         """Return a request's state; None: its adapter or images are not known yet."""
@@ -390,7 +391,10 @@ class SchedulerSide:
             known.admitted = True
         if num_external_tokens == 0:
             if known is not None:
-                self.request_metrics.computing(request, known.local_tokens, known.decision)
+                computed = max(known.local_tokens, request.num_computed_tokens)
+                self.policy.admitted(computed, request.num_tokens)
+                if known.decision.left_out:
+                    self.stats.add("vua_load_decisions_total", label=known.decision.reason)
             return
         state = self.states[request.request_id]
         found = state.lookup.answer.result()
@@ -406,14 +410,17 @@ class SchedulerSide:
         believed = self.witness.believed(found)
         self._loads.append(LoadOrder(request.request_id, tables, parts, state.adapter, believed))
         self._saves.begins(state, tables, start)
-        self.request_metrics.load_ordered(request.request_id, start, stop, state.decision)
+        self.policy.ordered(request.request_id, start, stop)
+        self.stats.add("vua_load_decisions_total", label=state.decision.reason)
+        state.load_began_s, state.promised = self._clock(), num_external_tokens
+        state.good = state.promised
 
     def finished(self, request: Any) -> None:
         if (state := self.states.pop(request.request_id, None)) is not None:
             self._saves.ended(state)
             if self._open and not state.outdated:
                 self.lookups.ended(state.lookup)
-        self.request_metrics.finished(request.request_id)
+        self.policy.ended(request.request_id)
         self.witness.gone(request.request_id)
         self._media.gone(request.request_id)
 
@@ -438,10 +445,24 @@ class SchedulerSide:
                 state.failed = True
                 state.next_save, state.unsaved = 0, None
                 bad = (at for at, block in enumerate(state.loading) if block in failed_blocks)
-                self.request_metrics.load_failed(request_id, next(bad, 0) * self.model.align)
+                state.good = min(state.good, next(bad, 0) * self.model.align)
         for request_id in (request_ids | failed_ids) & self.states.keys():
-            self.states[request_id].loading = []
-            self.request_metrics.load_ended(request_id)
+            self.policy.ended(request_id)
+            self._load_ended(self.states[request_id])
+
+    def _load_ended(self, state: RequestState) -> None:
+        state.loading, good = [], state.good
+        if state.load_began_s is None:
+            return
+        seconds, state.load_began_s = self._clock() - state.load_began_s, None
+        outcome = "complete" if good == state.promised else "partial" if good else "failed"
+        self.stats.add("vua_loads_total", label=outcome)
+        self.stats.observe("vua_load_seconds", seconds)
+        if good:
+            self.stats.add("vua_loaded_tokens_total", good)
+        self.savings.loaded(good, state.local_tokens, seconds + (state.lookup_s or 0.0))
+        state.lookup_s = 0.0
+        self._show_saved()
 
     # -- per step -----------------------------------------------------------------------------
 

@@ -33,7 +33,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from itertools import compress, cycle, islice
 from operator import attrgetter, is_not
-from typing import Any, Final, NamedTuple, Protocol
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 import torch
@@ -257,23 +257,32 @@ def _lines(tensor: torch.Tensor | None, phase: int) -> torch.Tensor:
     return flat.as_strided((_LINES, _LINE_BYTES), (stride, 1), shift)
 
 
-class AdapterWatch(Protocol):
-    """Knows the engine's LoRA adapters. For the worker's thread, except :meth:`holds`."""
+class NoAdapters:
+    """An engine without LoRA adapters; a subclass knows of some. For the worker's thread.
+
+    :meth:`holds` is for any thread.
+    """
 
     def record(self) -> None:
         """Record the present adapters: those that the ending step has used."""
 
-    def holds(self, adapter: Adapter) -> bool:
-        """Whether an adapter was present at the latest :meth:`record`. Any thread."""
+    def holds(self, adapter: Adapter | None) -> bool:
+        """Whether an adapter was present at the latest :meth:`record`. None: none is needed."""
+        return adapter is None
 
     def news(self, wanted: Iterable[Any]) -> dict[int, AdapterNote]:
-        """Return what has changed since the last time, and the answer for each that is wanted."""
+        """Return what has changed since the last time, and the answer for each that is wanted.
+
+        After a step's forward pass. ``wanted``: the engine's requests for adapters
+        (``lora_int_id``) that the scheduler's half asks about.
+        """
+        return {request.lora_int_id: AdapterNote(None, 1) for request in wanted}
 
 
 class EngineState:
     """One worker's weights and adapters in memory.
 
-    For the worker's thread, except :meth:`holds` and the result of :meth:`proof`.
+    For the worker's thread, except the result of :meth:`proof`.
     """
 
     expected: Snapshot
@@ -282,14 +291,14 @@ class EngineState:
     def __init__(
         self,
         engine: EngineMemory | None = None,
-        adapters: AdapterWatch | None = None,
+        adapters: NoAdapters | None = None,
         unknown: str | None = None,
     ) -> None:
         """Watch the given parts; None: weights never change, without adapters.
 
         ``unknown``: why the memory's content is unknown; nothing may then be stored or loaded.
         """
-        self._engine, self._adapters, self.unknown = engine, adapters, unknown
+        self._engine, self.adapters, self.unknown = engine, adapters or NoAdapters(), unknown
         self.model = None if engine is None else engine.model
         """The model that runs; None if it is not watched."""
         self._stop = threading.Event()
@@ -298,11 +307,9 @@ class EngineState:
             engine.before_moves.append(self._stop_reading)
         self._read_from: Snapshot | None = None
         self.rebase()
-        self._reported = unknown is None
 
     def rebase(self) -> None:
         """Expect the current weights from now on. Reads 8 KiB of each tensor."""
-        self._reported = True
         self._comparison: threading.Thread | None = None
         if self._engine is not None:
             self._calls, self._moves = self._engine.calls, self._engine.moves
@@ -313,11 +320,8 @@ class EngineState:
     def weights_changed(self) -> str | None:
         """Return what shows that the weights changed since :meth:`rebase`; None if nothing does.
 
-        For each step: compares a number. Includes findings of other threads. Unknown weights count
-        as changed once: the engine then leaves the shared namespace.
+        For each step: compares a number. Includes findings of other threads.
         """
-        if not self._reported:
-            return self.unknown
         if (engine := self._engine) is None:
             return None
         if engine.calls != self._calls:
@@ -331,10 +335,8 @@ class EngineState:
     def doubt(self) -> None:
         """Compare every byte in the background: the weights may have changed.
 
-        :meth:`weights_changed` has the result when :attr:`comparing` ends. Unknown weights count as
-        changed.
+        :meth:`weights_changed` has the result when :attr:`comparing` ends.
         """
-        self._reported = self.unknown is None
         if self._engine is None:
             return
         expected, self._moves = self.expected, self._engine.moves
@@ -384,21 +386,3 @@ class EngineState:
             return None
         self._thread = thread
         return thread
-
-    def record_adapters(self) -> None:
-        if self._adapters is not None:
-            self._adapters.record()
-
-    def holds(self, adapter: Adapter | None) -> bool:
-        """Whether an adapter was present when last recorded. None: none is needed."""
-        return adapter is None or (self._adapters is not None and self._adapters.holds(adapter))
-
-    def adapter_news(self, wanted: Iterable[Any]) -> dict[int, AdapterNote]:
-        """Return the report for the scheduler's half; after a step's forward pass.
-
-        ``wanted``: the engine's requests for adapters (``lora_int_id``) that it asks about.
-        """
-        if self._adapters is None:
-            return {request.lora_int_id: AdapterNote(None, 1) for request in wanted}
-        self._adapters.record()
-        return self._adapters.news(wanted)

@@ -26,7 +26,7 @@ from vua import native
 from vua.connector.cache_spec import Model, UncachedError
 from vua.connector.config import ConnectorConfig
 from vua.connector.device_transfer import DeviceGroupTransfer, lies_on_device, open_gds
-from vua.connector.events import GoneChunks
+from vua.connector.events import LOST, MAX_GONE
 from vua.connector.group_transfer import (
     GroupTransfer,
     PageLayouts,
@@ -54,6 +54,7 @@ from vua.device.staging import Fence
 from vua.errors import ConfigError
 from vua.format.identity import Identity
 from vua.format.keys import ChunkKey
+from vua.format.layout import Shard
 from vua.io.pool import Breaker, Job, Pool
 from vua.io.words import counted
 from vua.store.agreement import Agreement
@@ -159,7 +160,7 @@ class Comparisons:
             buffer = StagingBuffer(group.group.layout, group.shard, 1)
             files = ShardFiles(group.store, group.shard)  # the group's own would keep the buffer
             for key in files.weed(buffer, keys, None, job, goes_on=lambda: job.wanted):
-                group.tell_gone(key)
+                group.tell_gone(key.prefix_hash, group.shard)
                 gone.append(key.start)
         return min(gone, default=None)
 
@@ -204,9 +205,10 @@ class WorkerSide:
         model: Model,
         config: ConnectorConfig,
         rank: Rank,
-        watch: GoneChunks | None = None,
         memory: EngineState | None = None,
         identification: Identification | None = None,
+        *,
+        events: bool = False,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Move the rectangles that ``rank`` holds.
@@ -220,10 +222,10 @@ class WorkerSide:
             model: the engine's KV cache.
             config: the connector's settings.
             rank: which worker this is.
-            watch: told of chunks that are gone; None: no events.
             memory: this worker's weights and adapters; None: constant weights, no adapters.
             identification: the search for the weights, where this process makes one: an engine
                 without a request takes no step that names the namespace.
+            events: whether to report which chunks are gone.
             clock: returns seconds.
         """
         self._model, self._config, self._clock = model, config, clock
@@ -236,9 +238,11 @@ class WorkerSide:
             GroupTransfer(number, model, rank, config, self.stats)
             for number in range(len(model.groups))
         ]
-        self.watch = watch
+        self._events = events
+        self._decisive = {shard for group in model.leading for shard in group.written}
+        """Files that must all exist for a chunk to count as stored."""
         for group in self.groups:
-            group.watch = watch
+            group.tell_gone = self._tell_gone
         self._holds = not model.identified
         """Whether chunks are copied before it is known where they are stored."""
         self._opening = Opening(model, config, then=self._has_opened, clock=clock)
@@ -313,9 +317,17 @@ class WorkerSide:
             namespace.share_reads()
         for group, store in zip(self.groups, namespace.stores, strict=True):
             group.reopen(store)
-        if (watch := self.watch) is not None:
-            namespace.capacity.on_evicted(lambda chunk: watch.gone(bytes.fromhex(chunk)))
+        if self._events:
+            namespace.capacity.on_evicted(lambda chunk: self._tell_gone(bytes.fromhex(chunk)))
         self._identity = opened.model.identity
+
+    def _tell_gone(self, chunk: bytes, shard: Shard | None = None) -> None:
+        """Report that a chunk cannot be loaded: one file is missing, or None: all. Any thread."""
+        if self._events and (shard is None or shard in self._decisive):
+            with self._reporter.writing() as report:
+                if len(report.gone) >= MAX_GONE:
+                    report.gone = [LOST]
+                report.gone.append(chunk)
 
     def _is_current(self, orders: ConnectorMetadata) -> bool:
         """Whether this step's results and reads belong to the epoch that its orders name.
@@ -380,8 +392,7 @@ class WorkerSide:
                 for at in range(len(self.groups))
             ]
             for side, before in zip(groups, self.groups, strict=True):
-                side.watch = before.watch
-                side.writer = before.writer
+                side.tell_gone, side.writer = before.tell_gone, before.writer
                 if self._identity is not None:
                     side.reopen(before.store)
             self.groups = [*groups]
@@ -447,7 +458,7 @@ class WorkerSide:
         is_open = self._follow(orders.identity)
         if not orders.loads:
             return
-        self._memory.record_adapters()
+        self._memory.adapters.record()
         with self._lock:
             self._running += len(orders.loads)
             self.stats.set("vua_pending_loads", self._running, str(self._rank))
@@ -456,7 +467,7 @@ class WorkerSide:
             try:
                 if not is_open:
                     self._report(order, order.parts[0].start, "unable")
-                elif not (current and self._memory.holds(order.adapter)):
+                elif not (current and self._memory.adapters.holds(order.adapter)):
                     self._report(order, order.parts[0].start, "reset")
                 elif self._loads.breaker.allows():
                     self._loads.submit(partial(self._load, after=after), order)
@@ -489,7 +500,7 @@ class WorkerSide:
                     break
             same = identity == self._opening.identity and self._left is None and proven()
             same = same and self._asked == asked  # no doubt came meanwhile
-            if not (same and self._memory.holds(order.adapter)):
+            if not (same and self._memory.adapters.holds(order.adapter)):
                 short, reason = order.parts[0].start, "reset"
         except Exception:  # likewise
             log.exception("load of request %s failed", order.request_id)
@@ -542,17 +553,16 @@ class WorkerSide:
 
     def take_notes(self) -> WorkerOutput | None:
         """Return the report of this step for the scheduler's half; None if it is empty."""
-        gone = self.watch.take() if self.watch is not None else []
         wanted, self._wanted = self._wanted, []
-        adapters = self._memory.adapter_news(wanted)
+        adapters = self._memory.adapters.news(wanted)
         self._comparisons.give_up()
-        is_open = self._identity is not None and self._identity == self._opening.identity
-        self.saves.ask_again(self.groups, retries=is_open)
+        if self._identity is not None and self._identity == self._opening.identity:
+            self.saves.ask_again(self.groups)
         sure, refused, report = self._take_sure(), self._take_refused(), self._reporter.take()
-        if not (gone or adapters or sure or refused) and self._left is None:
+        if not (adapters or sure or refused) and self._left is None:
             return report
         report = report or WorkerOutput()
-        report.gone, report.adapters, report.sure, report.refused = gone, adapters, sure, refused
+        report.adapters, report.sure, report.refused = adapters, sure, refused
         report.left_epoch = self._left
         return report
 
@@ -603,8 +613,8 @@ class WorkerSide:
         if not able or not (is_open or holds):
             self.saves.refuse(orders.saves, self.groups, again=able)
             return
-        self._memory.record_adapters()
-        held = {id(one) for one in orders.saves if self._memory.holds(one.adapter)}
+        self._memory.adapters.record()
+        held = {id(one) for one in orders.saves if self._memory.adapters.holds(one.adapter)}
         gone = [one for one in orders.saves if id(one) not in held]  # an adapter was replaced
         self.saves.refuse(gone, self.groups, again=False)
         self.saves.copy_out([one for one in orders.saves if id(one) in held], self.groups)

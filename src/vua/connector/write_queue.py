@@ -13,9 +13,9 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 from vua.connector.config import ConnectorConfig
 from vua.connector.group_transfer import GroupTransfer, ShardFiles, outcomes_of
@@ -120,9 +120,8 @@ class _Save:
     """Whether the last one, and so all of its prefix, is pinned."""
 
     def part(self, first: int, stop: int) -> _Save:
-        keys, buffers = self.keys[first:stop], self.buffers[first:stop]
         pin = self.pin and stop == len(self.keys)
-        return _Save(self.group, self.files, keys, buffers, self.proven, self.order, pin)
+        return replace(self, keys=self.keys[first:stop], buffers=self.buffers[first:stop], pin=pin)
 
     def free(self) -> None:
         """Release the buffers; not while a write may still read them."""
@@ -130,19 +129,12 @@ class _Save:
             self.group.save_buffers.give_back(buffer)
 
 
-@dataclass(slots=True)
-class _Hole:
+class _Hole(NamedTuple):
     """The first chunk of a request that is not stored."""
 
     token: int
-    chunks: int
-    """How many are missing, as far as they were ordered."""
     again: bool
     """Whether to order it again when there are buffers; False if storage has failed."""
-    is_new: bool = True
-    """Whether it is not reported yet."""
-    told: bool = False
-    """Whether the scheduler's half was told to order it again."""
 
 
 class WriteQueue:
@@ -199,11 +191,15 @@ class WriteQueue:
     ) -> None:
         """Copy nothing of these orders; with ``again`` they are to be ordered again later."""
         for order in orders:
-            ordered = [len(keys) for number, keys in order.parts if groups[number].writes]
-            outcome = "dropped" if again else "reset"
-            self._stats.add("vua_chunks_saved_total", sum(ordered), outcome)
-            self._leave(order, order.start, max(ordered, default=0), again=again)
+            self._count_refused(order, groups, "dropped" if again else "reset")
+            self._leave(order, order.start, again=again)
             self._under_way(order, 0)
+
+    def _count_refused(
+        self, order: SaveOrder, groups: Sequence[GroupTransfer], outcome: str
+    ) -> None:
+        chunks = sum(len(keys) for number, keys in order.parts if groups[number].writes)
+        self._stats.add("vua_chunks_saved_total", chunks, outcome)
 
     def _under_way(self, order: SaveOrder, by: int) -> None:
         """Note that more or fewer of an order's chunks are under way. For any thread."""
@@ -251,9 +247,7 @@ class WriteQueue:
         """
         hole = self._holes.get(order.request_id)
         if hole is not None and order.start > hole.token:
-            missing = [len(keys) for number, keys in order.parts if groups[number].writes]
-            hole.chunks += max(missing, default=0)
-            self._stats.add("vua_chunks_saved_total", sum(missing), "dropped")
+            self._count_refused(order, groups, "dropped")
             return []
         with self._lock:
             self._holes.pop(order.request_id, None)
@@ -285,7 +279,7 @@ class WriteQueue:
                     self._warn_once("early", "until the weights are known, no more prompts fit")
                 elif not paused:
                     self._warn_once("full", "storage is slower than the engine")
-                self._leave(order, key.start, left, again=not paused)
+                self._leave(order, key.start, again=not paused)
                 break
             taken.append(buffer)
         if not taken:
@@ -298,7 +292,7 @@ class WriteQueue:
         hole = self._holes.get(order.request_id)
         return hole is not None and key.start > hole.token
 
-    def _leave(self, order: SaveOrder, token: int, chunks: int, *, again: bool) -> None:
+    def _leave(self, order: SaveOrder, token: int, *, again: bool) -> None:
         """Note that an order's chunk that begins with ``token``, and those after it, are missing.
 
         For any thread.
@@ -307,32 +301,25 @@ class WriteQueue:
             hole = self._holes.pop(order.request_id, None)
             if hole is not None:
                 token, again = min(token, hole.token), again and hole.again
-                chunks += hole.chunks
-            self._holes[order.request_id] = _Hole(token, chunks, again)
+            self._holes[order.request_id] = _Hole(token, again)
             with self._reporter.writing() as report:
                 report.lacks(order.request_id, token)
             if len(self._holes) > _MAX_HOLES:
                 del self._holes[next(iter(self._holes))]
 
-    def ask_again(self, groups: Sequence[GroupTransfer], *, retries: bool = True) -> None:
-        """Report the requests that are to try again, once in each step; none without ``retries``.
+    def ask_again(self, groups: Sequence[GroupTransfer]) -> None:
+        """Report the requests that are to try again, if an eighth of the buffers is free.
 
-        That is when there are buffers for all of a request's missing chunks, or for a quarter of a
-        full step: with one at a time it would be ordered as often.
+        With one at a time chunks would be ordered as often.
         """
-        if not self._holes:
-            return
-        with self._lock:
-            for request_id, hole in self._holes.items():
-                is_new, hole.is_new = hole.is_new, False
-                waits = retries and hole.again and not (hole.told or is_new)
-                if waits and all(
-                    group.save_buffers.left >= min(hole.chunks, max(1, group.save_limit // 8))
-                    for group in groups
-                ):
-                    hole.told = True
-                    with self._reporter.writing() as report:
-                        report.retry.add(request_id)
+        if self._holes and all(
+            group.save_buffers.left >= max(1, group.save_limit // 8) for group in groups
+        ):
+            with self._lock:
+                again = [name for name, hole in self._holes.items() if hole.again]
+            if again:
+                with self._reporter.writing() as report:
+                    report.retry.update(again)
 
     def forget(self, request_ids: Collection[str]) -> None:
         """Forget requests that have no blocks any more: their missing chunks stay missing."""
@@ -443,7 +430,7 @@ class WriteQueue:
         for key, outcome in zip(save.keys, outcomes, strict=True):
             self._stats.add("vua_chunks_saved_total", label=outcome)
             if outcome not in ("written", "present", "dropped"):
-                self._leave(save.order, key.start, 1, again=False)
+                self._leave(save.order, key.start, again=False)
             self._under_way(save.order, -1)
             if outcome == "written":
                 self._stats.observe("vua_save_seconds", seconds / written)

@@ -237,7 +237,6 @@ def _group(vllm_config: Any, layout: KVLayout, caches: Sequence[_Cache]) -> Grou
         tuple(one.number for one in caches),
         worker_shards(layout, pp_size=1, tp_size=tp_size),
         tuple(dict.fromkeys(one.table for one in caches)),
-        tuple(one.name for one in caches),
     )
 
 

@@ -29,15 +29,15 @@ from vllm.v1.worker.worker_base import WorkerWrapperBase
 from vua.connector.adapters import Adapter, AdapterNote, Content
 from vua.connector.cache_spec import UncachedError
 from vua.connector.log import logger
-from vua.connector.weights_watch import EngineMemory, EngineState
+from vua.connector.weights_watch import EngineMemory, EngineState, NoAdapters
 
 _VERSION: Final = b"vua.lora.v1"
 _NAMES: Final = frozenset({"id"})
 """Attributes of a loaded adapter that do not affect its results."""
 
 
-class Adapters:
-    """What one worker's LoRA manager holds. For the worker's thread, except :meth:`holds`."""
+class Adapters(NoAdapters):
+    """What one worker's LoRA manager holds."""
 
     def __init__(self, runner: Any) -> None:
         """Watch the manager of a model runner from now on.
@@ -85,7 +85,6 @@ class Adapters:
         return adapter
 
     def record(self) -> None:
-        """Record what the manager holds now: the adapters that the ending step has used."""
         held, being_read = {}, set()
         for number, adapter in self._kept.list_adapters().items():
             digest = self._digests.get(adapter)
@@ -109,15 +108,15 @@ class Adapters:
             latest = self._latest[number] = Adapter(number, digest, generation)
         return latest
 
-    def holds(self, adapter: Adapter) -> bool:
-        return self._held.get(adapter.number) == adapter
+    def holds(self, adapter: Adapter | None) -> bool:
+        return adapter is None or self._held.get(adapter.number) == adapter
 
     def news(self, wanted: Iterable[Any]) -> dict[int, AdapterNote]:
-        """Return what has changed since the last time, and the answer for each that is wanted.
+        """See :meth:`NoAdapters.news`; what is wanted and missing is loaded.
 
-        After a step's forward pass: adapters (vLLM's ``LoRARequest``) that are wanted and missing
-        are loaded, as vLLM would in the next step. The answer comes when the digest is known.
+        As vLLM would in the next step. The answer comes when the digest is known.
         """
+        self.record()
         for request in wanted:
             number = request.lora_int_id
             self._asked.add(number)

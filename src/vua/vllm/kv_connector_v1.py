@@ -44,7 +44,7 @@ from vllm.v1.kv_cache_interface import get_kv_cache_spec_kind, get_kv_cache_spec
 
 from vua.connector.cache_spec import Model, UncachedError
 from vua.connector.config import ConnectorConfig
-from vua.connector.events import GoneChunks, KVEventPublisher
+from vua.connector.events import KVEventPublisher
 from vua.connector.group_transfer import Rank
 from vua.connector.log import logger
 from vua.connector.metadata import (
@@ -279,8 +279,7 @@ class VUAStorageConnector_V1(KVConnectorBase_V1, SupportsHMA):  # noqa: N801
                     identification=Identification(partial(find_weights, vllm_config)),
                 )
             else:
-                watch = GoneChunks(model) if enabled(vllm_config) else None
-                self.worker = self._make_worker(vllm_config, model, watch)
+                self.worker = self._make_worker(vllm_config, model)
         except Exception as problem:  # noqa: BLE001 - whatever breaks, the engine starts
             self.events, self._unable = None, True
             self._go_without(_UNCACHED, problem)
@@ -314,12 +313,7 @@ class VUAStorageConnector_V1(KVConnectorBase_V1, SupportsHMA):  # noqa: N801
                 VUAStorageConnector_V1._copied = True
                 log.warning("VUA: a forked copy of an engine's process neither loads nor stores")
 
-    def _make_worker(
-        self,
-        vllm_config: VllmConfig,
-        model: Model,
-        watch: GoneChunks | None,
-    ) -> WorkerSide:
+    def _make_worker(self, vllm_config: VllmConfig, model: Model) -> WorkerSide:
         from vllm.distributed import get_pp_group, get_tensor_model_parallel_rank
 
         rank = Rank(get_pp_group().rank_in_group, get_tensor_model_parallel_rank())
@@ -329,7 +323,8 @@ class VUAStorageConnector_V1(KVConnectorBase_V1, SupportsHMA):  # noqa: N801
             self._ahead = Identification(partial(find_weights, vllm_config))
         memory = memory_of(vllm_config)
         self._model = memory.model
-        return WorkerSide(model, self._config, rank, watch, memory, self._ahead)
+        events = enabled(vllm_config)
+        return WorkerSide(model, self._config, rank, memory, self._ahead, events=events)
 
     @contextmanager
     def _guarded(self) -> Generator[None]:
@@ -572,11 +567,11 @@ class VUAStorageConnector_V1(KVConnectorBase_V1, SupportsHMA):  # noqa: N801
 
     def build_connector_worker_meta(self) -> WorkerOutput | None:
         """Return how long ended loads took, and what was learnt of files."""
+        unable, self._unable = self._unable, False  # told once
+        if unable:
+            return WorkerOutput(unable=True)
         with self._guarded():
-            if self.worker is not None:
-                return self.worker.take_notes()
-            unable, self._unable = self._unable, False  # told once
-            return WorkerOutput(unable=True) if unable else None
+            return None if self.worker is None else self.worker.take_notes()
         return None
 
     def get_block_ids_with_load_errors(self) -> set[int]:

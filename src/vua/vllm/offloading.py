@@ -328,7 +328,7 @@ class VUAOffloadingConnector(OffloadingConnector):
             unknown = self._memory.unknown or ""
             if changed and not unknown:
                 self._memory.rebase()
-            adapters = self._memory.adapter_news(wanted)
+            adapters = self._memory.adapters.news(wanted)
         except Exception as problem:  # noqa: BLE001 - whatever breaks, requests are served
             changed, unsure, adapters = "", False, {}
             unknown = f"the weights could not be checked: {problem!r}"

@@ -27,7 +27,7 @@ pytestmark = pytest.mark.vllm
 
 if find_spec("vllm"):
     from vua.connector.config import ConnectorConfig
-    from vua.connector.events import GoneChunks
+    from vua.connector.events import LOST
     from vua.connector.group_transfer import Rank
     from vua.connector.metadata import (
         ConnectorMetadata,
@@ -53,8 +53,7 @@ class BadChunkTest(DirectoryTest):
         self.namespace = model.identity.namespace
         path = str(self.root)
         config = ConnectorConfig(shared_storage_path=path, chunk_tokens=16, **settings)
-        self.watch = GoneChunks(model)
-        self.side = WorkerSide(model, config, Rank(0, 0), self.watch)
+        self.side = WorkerSide(model, config, Rank(0, 0), events=True)
         self.addCleanup(self.side.shutdown)
         self.layers = {f"model.layers.{at}": noise(16, 2, 16, 64, seed=at) for at in range(2)}
         numbers = {name: at for at, name in enumerate(self.layers)}
@@ -71,7 +70,8 @@ class BadChunkTest(DirectoryTest):
         self.side.start_loads(ConnectorMetadata(loads=[order]))
         until(lambda: self.side.take_received(idle=True))
         numbers = {key.prefix_hash: at for at, key in enumerate(self.keys)}
-        return [numbers[chunk] for chunk in self.watch.take()]
+        notes = self.side.take_notes() or WorkerOutput()
+        return [numbers[chunk] for chunk in notes.gone]
 
     def path(self, number: int) -> Any:
         name, namespace = self.keys[number].name, self.namespace
@@ -89,6 +89,15 @@ class BadChunkTest(DirectoryTest):
                 self.assertEqual([1, 3, 4], self.load())
                 self.assertEqual({7, 8, 9, 10}, self.side.take_failed_blocks())
                 self.assertEqual(2, self.side.groups[0].store.counts["corrupt"])
+
+    def test_many(self) -> None:
+        """Of more than a step can tell, all that is known is told to be gone."""
+        self.begin(on_device=False)
+        with mock.patch("vua.connector.worker.MAX_GONE", 3):
+            for key in self.keys:
+                self.side.groups[0].tell_gone(key.prefix_hash, LAYOUT.full)
+        rest = [key.prefix_hash for key in self.keys[3:]]
+        self.assertEqual([LOST, *rest], self.side.take_notes().gone)
 
     def compared(self, *numbers: int) -> WorkerOutput:
         """Compare these chunks of a request that has computed all; return what is told of it."""

@@ -21,14 +21,6 @@ class ConnectorConfigTest(unittest.TestCase):
             ConnectorConfig.from_extra_config(extra)
         return str(caught.exception)
 
-    def test_defaults(self) -> None:
-        """Only the directory must be given; everything else is safe as it is."""
-        config = parse()
-
-        self.assertEqual("/kv", config.shared_storage_path)
-        self.assertEqual(64, config.chunk_tokens)
-        self.assertEqual([False, False, ""], [config.durable, config.strict, config.epoch])
-
     def test_security(self) -> None:
         """Whose files are read, and the keys, arrive as they were given; nonsense is refused."""
         given = {"trusted_uids": [7], "group_read": True, "key_file": "/k", "encrypt": True}

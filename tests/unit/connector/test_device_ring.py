@@ -6,7 +6,6 @@ import unittest
 from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 from unittest import mock
 
 import pytest
@@ -17,7 +16,6 @@ from helpers import DirectoryTest, bits, flip, has_native, keys_of, noise, save_
 from scheduling import model_of
 from vua.device import xxh3
 from vua.format.layout import KVLayout
-from vua.store.entry_reader import EntryReader
 
 pytestmark = pytest.mark.vllm
 
@@ -173,32 +171,10 @@ class DeviceCheckTest(RingTest):
         self.assertEqual([CHUNKS], [one.chunks for one in ring.found])
 
     def test_a_device_that_errs(self) -> None:
-        """Right bytes that it finds wrong are read by the host, which judges, from then on."""
+        """Right bytes that it finds wrong are read by the host, which judges."""
         self.wrong = 3
         rings = self.rings()
-        with self.assertLogs("vllm.vua.worker", "WARNING") as logged:
-            self.load()
-        self.check(CHUNKS)
-        self.assertIn("correct bytes as wrong", logged.output[0])
         self.load()
         self.check(CHUNKS)
-        self.assertEqual([(0, True), (CHUNKS, False)],
-                         [(one.chunks, one.doubted) for one in rings.found])  # fmt: skip
+        self.assertEqual([0], [one.chunks for one in rings.found])
         self.assertEqual(CHUNKS, len(self.files()))
-
-    def test_distrust_meanwhile(self) -> None:
-        """A load whose device is distrusted by another one, while it begins, finds damage, too."""
-        path = self.path(20)
-        flip(path, path.stat().st_size - 1)
-        begin = EntryReader.ahead
-
-        def ahead(reader: EntryReader, *given: Any, **more: Any) -> Any:
-            made = begin(reader, *given, **more)
-            # race: another load finds the device wrong before this one passes anything on
-            self.group._ring_loads().distrust()
-            return made
-
-        with mock.patch.object(EntryReader, "ahead", ahead):
-            self.load()
-        self.check(20)
-        self.assertFalse(path.exists())

@@ -167,7 +167,7 @@ class UntilKnownTest(unittest.TestCase):
                 memory.proof = change.get("proof", memory.proof)  # type: ignore[method-assign]
                 search = Identification(lambda _, end=end: (self.go.wait(60), end())[1])
                 model = self.model(layout=layout)
-                worker = WorkerSide(model, config, Rank(0, 0), None, memory, search)
+                worker = WorkerSide(model, config, Rank(0, 0), memory, search)
                 layers = {"model.layers.0": noise(4, 2048, 16, 12)}
                 worker.register(layers, {"model.layers.0": 0}, {"model.layers.0": 0}, page_layout)
                 saves = [SaveOrder([[1, 2, 3]], [(0, keys_of(range(48), 16))], request_id="r")]

@@ -97,13 +97,6 @@ class DecisionTest(unittest.TestCase):
         self.assertLessEqual(again.index("faster"), 6, again)
         self.assertEqual({"faster"}, set(again[again.index("faster") :]))
 
-    def test_longest_pause(self) -> None:
-        """However long the storage was slow, it is tried again after a minute."""
-        self.storage.token_s = 0.1
-        self.requests(2000)
-        probed = [self.now for _ in range(300) if self.request().reason == "probe"]
-        self.assertLess(max(b - a for a, b in pairwise(probed)), 70.0)
-
     def test_always(self) -> None:
         """With load_policy "always" it goes on loading, and so it does for who asked for it."""
         asked = self.policy
@@ -173,15 +166,7 @@ class DecisionTest(unittest.TestCase):
             self.policy.ordered("r", 0, tokens)
             self.policy.measured({"r": took_s})
             self.policy.ended("r")
-        decision = self.policy.decide(0, 2432)
-        self.assertGreater(decision.load_s or 0.0, 2432 / 128 * 2.0)
-
-    def test_own_prefix_cache(self) -> None:
-        """What counts is what vLLM does not have itself: a short rest is not worth a load."""
-        self.storage.fixed_s = 0.5
-        self.requests(12, 640, 2560)
-        self.assertEqual((2560, "faster"), self.shape(self.policy.decide(0, 2560)))
-        self.assertEqual((0, "compute"), self.shape(self.policy.decide(2432, 2560)))
+        self.assertEqual("compute", self.policy.decide(0, 2432).reason)
 
     def test_margin(self) -> None:
         """The border is where the setting says."""
@@ -208,16 +193,6 @@ class DecisionTest(unittest.TestCase):
         # twice as fast and worth 1.5 times the wait: at most three of four
         self.assertGreaterEqual(whys.count("faster"), 6)
         self.assertLessEqual(whys.count("faster"), 9)
-
-    def test_several_threads(self) -> None:
-        """A load does not wait while there is a thread for it."""
-        self.policy = self.make(load_threads=2)
-        self.storage.token_s = TOKEN_S
-        self.requests(5)
-        self.policy.ordered("one", 0, 640)
-        self.assertEqual("faster", self.policy.decide(0, 640).reason)
-        self.policy.ordered("other", 0, 640)
-        self.assertEqual("compute", self.policy.decide(0, 640).reason)
 
     def test_hanging_load(self) -> None:
         """While a load hangs, the longer the worse, nobody queues behind it; nor for the first."""
@@ -254,7 +229,7 @@ class DecisionTest(unittest.TestCase):
         self.assertEqual("probe", decision.reason)
         self.assertEqual(0, decision.tokens % CHUNK)
         self.assertLessEqual(CHUNK * 2, decision.tokens)
-        self.assertLessEqual(decision.load_s or 0, 6400 * TOKEN_S)
+        self.assertLessEqual(decision.tokens, 6400 // 3)
 
     def test_probes_with_windows(self) -> None:
         """Where only the whole of a hit is of use, a probe is that long."""
@@ -273,7 +248,7 @@ class DecisionTest(unittest.TestCase):
             for took in (0.1, 7.0, 0.2):
                 self.policy.measured({"r": took, "unknown": 1.0})
             self.policy.ended("r")
-        self.assertEqual(7.0, self.policy.decide(0, 640).load_s)
+        self.assertEqual("compute", self.policy.decide(0, 640).reason)
 
     def test_never_much_worse_than_the_better_one(self) -> None:
         """Over storages that come and go it costs little more than knowing, less than either."""

@@ -152,12 +152,6 @@ class MediaTest(unittest.TestCase):
                 self.refused(media.look_at([feature({"a": value})]), "content")
                 self.refused(media.look_at([feature(pixels(1))]), "identifier")
 
-    def test_refused_engine(self) -> None:
-        """Where no prompt with an image may be cached, those without one still are."""
-        media = self.begin(refused="because")
-        self.refused(media.look_at([feature(pixels(1))]), "because")
-        self.assertEqual([], media.look_at([]))
-
     def test_bound(self) -> None:
         """More identifiers are remembered than vLLM's caches have room for, and no more."""
         with mock.patch("vua.connector.media._MORE_REMEMBERED", 2):

@@ -169,29 +169,6 @@ class PrefixTest(DirectoryTest):
             self.assertGreaterEqual(tokens, stored * SIZE * 7 // 8)
         self.assertLess(len(there), chunks // 4)
 
-    def test_what_no_longer_prompt_could_load(self) -> None:
-        """Of all chunks of a prompt those are worth storing that a longer one loads."""
-        from vua.connector.prefix_match import find
-
-        for block in (1, 4, 8, 12, 16, 24, 40, 96):
-            model = self.model(FULL, block=block)
-            root = self.root / str(block)
-            root.mkdir()
-            stores = Namespace.create(root, model.identity, [FULL]).stores
-            longer = self.keys(CHUNKS * SIZE + 200)
-            for chunks in range(CHUNKS):
-                with self.subTest(block=block, chunks=chunks):
-                    found = find(
-                        *(model, stores, longer, CHUNKS * SIZE + 200),
-                        window_every_tokens=None,
-                    )
-                    own = find(
-                        *(model, stores, self.keys(chunks * SIZE), chunks * SIZE),
-                        window_every_tokens=None,
-                    )
-                    self.assertEqual(-(-found.tokens // SIZE), own.prompt_chunks)
-                self.store(stores[0], longer, [chunks])
-
     @pytest.mark.thorough
     def test_probes_are_bounded(self) -> None:
         """A long prompt without any window does not cost a probe per chunk."""

@@ -6,7 +6,7 @@ import unittest
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from vua.connector.request import MAX_RETAIN_S, MAX_WAIT_S, OptionReader, RequestOptions, SaveHints
+from vua.connector.request import MAX_WAIT_S, OptionReader, RequestOptions, SaveHints
 
 
 class OptionsTest(unittest.TestCase):
@@ -87,14 +87,6 @@ class OptionsTest(unittest.TestCase):
             self.assertEqual(RequestOptions(), self.reader.read({"vua": "store"}))
         self.assertIn("must be an object, found 'store'", logged.output[0])
         self.assertEqual(RequestOptions(), self.reader.read(["vua"]))
-
-    def test_one_warning(self) -> None:
-        """Clients that repeat a mistake cannot fill the log."""
-        with self.assertLogs("vllm.vua.requests", "WARNING") as logged:
-            for at in range(1000):
-                self.read(store=at, **{f"x{at}": 1})
-
-        self.assertEqual(2, len(logged.output))
 
     def test_long_options(self) -> None:
         """What a client sends is not gone through: of 100,000 unknown keys the first is looked at.
@@ -199,23 +191,10 @@ class HintsTest(unittest.TestCase):
                     self.assertEqual(RequestOptions(prefetch=True, outcomes=(outcome,)), found)
             self.assertEqual(1, len(log.output))
 
-    def test_times_are_bounded(self) -> None:
-        """Nothing is retained for longer than an hour."""
-        retain = Action("kv.retain", ttl_seconds=10**6)
-        self.assertEqual(MAX_RETAIN_S, self.read(retain).retain_s)
-        self.assertEqual(RequestOptions(), self.read(Action("kv.retain", ttl_seconds=0)))
-
     def test_many_actions(self) -> None:
         """Of a long list the first are looked at."""
         found = self.read(*[Action("kv.retain", ttl_seconds=n) for n in range(1, 100_000)])
         self.assertEqual(RequestOptions(retain_s=16.0), found)
-
-    def test_both(self) -> None:
-        """A client's options and an orchestrator's hints hold together."""
-        found = OptionReader().read(
-            {"vua": {"store": False, "retain_s": 5}}, Envelope(Action("kv.prefetch"))
-        )
-        self.assertEqual(RequestOptions(store=False, retain_s=5.0, prefetch=True), found)
 
 
 class CountedOptions(Mapping[str, object]):

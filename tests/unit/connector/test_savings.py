@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 import threading
 import time
 from collections import Counter
@@ -13,7 +11,6 @@ from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
 
-import pytest
 import torch
 
 from commands import run, told
@@ -81,15 +78,6 @@ class TestSavings(DirectoryTest):
         self.assertEqual(Totals(1, 1, 200, 200, engine.total.saved_s), engine.total)
         self.assertAlmostEqual(0.4 - 0.05, engine.total.saved_s)
 
-    def test_first_step_compiles(self) -> None:
-        """One of three prefills that took a hundred times as long is not the price."""
-        speed = PrefillSpeed(64)
-        for tokens, seconds in ((1000, 200.0), (500, 1.0), (1000, 2.0)):
-            speed.measured(tokens, tokens * tokens / 2, seconds)
-        engine = Savings(speed)
-        engine.loaded(1000, 0, 0.0)
-        self.assertAlmostEqual(2.0, engine.total.saved_s, delta=0.5)
-
     def test_restarted(self) -> None:
         """A new engine takes the prefills of the latest one of its kind."""
         for kind, prefills in (("k", 3), ("other", 9)):
@@ -101,22 +89,6 @@ class TestSavings(DirectoryTest):
             engine.loaded(100, 0, 0.05)
             engine.close()
             self.assertEqual(known, engine.total.priced_tokens > 0, kind)
-
-    @QUICK
-    def test_last_prompt(self) -> None:
-        """An engine that is restarted knows the prefills after the last lookup of before."""
-        speed = PrefillSpeed(64)
-        engine = Savings(speed, wall=lambda: self.now)
-        engine.keep_at(self.root, "k", Security())
-        engine.looked_up(NAME, 0, 1, 64)
-        until(lambda: saved_at(self.root) == {DAY: Totals(1)})
-        for _ in range(3):
-            speed.measured(1000, 500_000, 2.0)
-        engine.close()
-        engine = self.engine(prefills=0)
-        engine.loaded(100, 0, 0.05)
-        engine.close()
-        self.assertGreater(engine.total.saved_s, 0)
 
     @QUICK
     @HANGING
@@ -159,13 +131,6 @@ class TestSavings(DirectoryTest):
 
     def kept(self) -> int:
         return len([*(self.root / ".upkeep" / "saved").glob("*")])
-
-    @QUICK
-    def test_written_meanwhile(self) -> None:
-        """A running engine's file is there soon."""
-        engine = self.engine()
-        engine.looked_up(NAME, 1, 2, 64)
-        until(lambda: saved_at(self.root) == {DAY: Totals(2, 1)})
 
     def test_odd_files(self) -> None:
         """Files that make no sense are left out, whatever is in them."""
@@ -302,18 +267,6 @@ class TestSavings(DirectoryTest):
             each.close()
         said = "today: 1.5 s saved by 1,000 of 1,160 tokens loaded, "
         self.assertIn(said, run("ls", self.root)[1])
-
-    @pytest.mark.thorough
-    def test_no_close(self) -> None:
-        """A process that ends without a close tells what it loaded."""
-        tokens = list(range(8))
-        with VUA(VUAConfig(split_factor=4), self.root) as vua:
-            vua.put(tokens, caches_of(layers=1, heads=1, tokens=8, dim=8))
-        text = "import sys, vua\nfor at in range(2):\n    one = vua.VUA("
-        text += f"vua.VUAConfig(split_factor=4), sys.argv[1])\n    one.get_closest({tokens})"
-        text += "\n    at or one.close()"
-        subprocess.run([sys.executable, "-c", text, self.root], check=True)
-        self.assertIn(" 16 tokens loaded, 4 of 4 chunks found", told(self.root))
 
 
 NAME, OTHER = "ab" * 32, "cd" * 32

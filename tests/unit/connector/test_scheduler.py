@@ -14,6 +14,7 @@ from unittest import mock
 import pytest
 import torch
 
+from commands import told
 from helpers import keys_of, save_chunk, until
 from scheduling import LAYOUT, answer, bare_connector, model_of, request_of, step
 from vua.capacity.hit_density import UseLog
@@ -119,6 +120,44 @@ class SchedulerTest(unittest.TestCase):
         side.shutdown()
         ((_, noted),) = parted_at(self.root).items()
         self.assertEqual({name: {"64": 2, "16": 1, "short": 1}}, noted)
+
+    def test_what_loads_count(self) -> None:
+        """Tokens that came to all ranks count as loaded, and what they saved; a computed hit."""
+        side = self.side()
+        side.be_of("ab" * 32)
+        store(side, 0, 3)
+        for _ in range(3):
+            side.policy.prefill.measured(1000, 500_000, 200.0)
+        blocks, saved_s = SimpleNamespace(get_block_ids=lambda: ([1, 2, 3, 4],)), 0.0
+        for name, failed, outcome, tokens in (
+            ("a", set[int](), "complete", 48),
+            ("b", {3}, "partial", 32),
+            ("c", {1, 2, 3}, "failed", 0),
+        ):
+            asked = request_of(name)
+            answer(side, asked)
+            side.stats.take()
+            side.allocated(asked, blocks, 48)
+            self.now_s += 0.5
+            side.policy.measured({name: 60.0})
+            for _ in range(2):  # the second time nothing runs
+                side.received({name}, set(), failed)
+            found, saved_s = side.stats.take(), saved_s + 0.2 * tokens - 0.5
+            self.assertAlmostEqual(saved_s, found.pop("vua_seconds_saved")[""])
+            self.assertEqual(
+                {"": tokens} if tokens else {}, found.pop("vua_loaded_tokens_total", {})
+            )
+            self.assertEqual({outcome: 1}, found.pop("vua_loads_total"))
+            self.assertEqual({"": [0.5]}, found.pop("vua_load_seconds"))
+            self.assertEqual(["vua_load_decisions_total"], [*found])
+        computed = request_of("d", num_computed_tokens=0)
+        self.assertEqual((0, False), answer(side, computed))
+        side.stats.take()
+        side.allocated(computed, blocks, 0)
+        self.assertEqual({"vua_load_decisions_total": {"compute": 1}}, side.stats.take())
+        side.shutdown()
+        said = f"{saved_s:.1f} s saved, 80 tokens loaded, 12 of 16 chunks found"
+        self.assertEqual(said, told(self.root))
 
     def test_embeddings(self) -> None:
         """A prompt of tokens and embeddings is named by both, chunk by chunk."""
@@ -257,25 +296,31 @@ class SchedulerTest(unittest.TestCase):
         self.assertEqual([("e", 4)], self.ordered(side, {"e": 0}))
 
     def test_a_copy_that_fails_is_ordered_again(self) -> None:
-        """What a worker could not store is ordered again by the requests that relied on it."""
+        """What a worker could not store is ordered by requests that come later; so is its rest."""
         for ends in (False, True):
             with self.subTest(ends=ends):
                 side = self.side()
-                for name in ("a", "b", "c"):
+                for name in ("a", "b"):
                     answer(side, request_of(name))
-                self.assertEqual([("a", 4)], self.ordered(side, {"a": 0, "b": 0}))
+                self.assertEqual([("a", 4)], self.ordered(side, {"a": 0}))
                 if ends:
                     side.finished(side.states["a"].request)
+                self.now_s += 1
                 side.learn(WorkerOutput(unsaved={"a": 16}, ended=dict.fromkeys(self.numbers, 1)))
-                more = ScheduledRequest("b", 64, 1, [[]], begins=False)
+                stats = side.take_stats().get("vua_prompt_chunk_tokens_total")
+                self.assertEqual({"yes": 16, "no": 48} if ends else None, stats)
+                self.assertEqual([("b", 3)], self.ordered(side, {"b": 0}))
+                if ends:
+                    continue
+                more = ScheduledRequest("a", 64, 1, [[]], begins=False)
                 orders = ConnectorMetadata()
-                side.add_saves(orders, ScheduledStep([more], lambda _: [[1, 2, 3, 4]]))
-
+                for retry in (set[str](), {"a"}):  # not before there are buffers
+                    self.assertEqual([], orders.saves)
+                    side.learn(WorkerOutput(unsaved={"b": 16}, retry=retry))
+                    side.add_saves(orders, ScheduledStep([more], lambda _: [[1, 2, 3, 4]]))
                 (order,) = orders.saves
-                self.assertEqual(
-                    ("b", 16, 3), (order.request_id, order.start, len(order.parts[0][1]))
-                )
-                self.assertEqual([("c", 1)], self.ordered(side, {"c": 0}))
+                self.assertEqual(("a", 16), (order.request_id, order.start))
+                self.assertEqual(3, len(order.parts[0][1]))
 
     def test_what_is_announced(self) -> None:
         """What all workers have stored, once their orders have ended; nothing that is missing."""
@@ -286,7 +331,13 @@ class SchedulerTest(unittest.TestCase):
         side.learn(WorkerOutput(ended={number: 1}))
         self.assertEqual([], self.published.take())
         side.learn(WorkerOutput(unsaved={"a": 48}, ended={number: 1}))
-        self.assertEqual([[0], [16], [32]], [one.block_hashes for one in self.published.take()])
+        self.assertEqual([[0, 16, 32]], [one.block_hashes for one in self.published.take()])
+
+        answer(side, request_of("b", prompt_token_ids=[7] * 64))
+        self.ordered(side, {"b": 0})
+        side.reset()  # what is stored meanwhile may be of other weights
+        side.learn(WorkerOutput(ended=dict.fromkeys(self.numbers, 2)))
+        self.assertEqual([], self.published.take())
 
     def test_tenants(self) -> None:
         """A salt with a key finds and stores what is its own; one without a key is not cached."""

@@ -14,7 +14,6 @@ from helpers import DirectoryTest, bits, keys_of, noise, save_step, until
 from scheduling import bare_connector, model_of
 from throttle import ThrottledStorage
 from vua.connector.metadata import ScheduledRequest, ScheduledStep
-from vua.errors import ConfigError
 from vua.format.layout import KVLayout
 from vua.storage.base import Batch, ReadResult
 
@@ -161,25 +160,3 @@ class ThrottledConnectorTest(DirectoryTest):
 
         self.storage.read_s = FAST_S
         self.assertIn("probe", self.serve_until("faster"))
-
-    def test_always(self) -> None:
-        """Loads go on where they are wanted at any price: the control of the above."""
-        self.start(load_policy="always")
-        self.storage.read_s = 3 * COMPUTE_S
-        self.assertEqual(["asked"] * 5, [self.serve() for _ in range(5)])
-
-    def test_times_of_several_workers(self) -> None:
-        """What workers say about the same step is put together, the slowest counting."""
-        from vua.connector.metadata import WorkerOutput
-
-        one, other = WorkerOutput({"a": 1.0, "b": 5.0}), WorkerOutput({"b": 2.0, "c": 3.0})
-        expected = {"a": 1.0, "b": 5.0, "c": 3.0}
-        self.assertEqual(expected, one.aggregate(other).load_s)
-        self.assertEqual(expected, other.aggregate(one).load_s)
-        self.assertEqual({"a": 1.0, "b": 5.0}, one.load_s)
-
-    def test_unknown_policy(self) -> None:
-        """A policy that does not exist is refused with those that do."""
-        with self.assertRaises(ConfigError) as caught:
-            self.start(load_policy="sometimes")
-        self.assertIn("or a number, found 'sometimes'", str(caught.exception))

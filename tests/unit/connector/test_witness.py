@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import contextlib
-import logging
 import os
 import random
 import shutil
 import tempfile
 import unittest
 from collections import Counter
-from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
-from unittest import mock
 
 import pytest
 
@@ -193,15 +190,6 @@ class WitnessTest(EngineTest):
         self.assertEqual({"same": 1}, data["vua_witnesses_total"])
         self.assertEqual({"": 0.5}, data["vua_witness_distance"])
 
-    def test_patience(self) -> None:
-        """Requests do not wait long for another one's comparison: they are computed then."""
-        witness, found = self.witness(timeouts=Timeouts(lookup_s=1.0)), found_of(4)
-        witness.limit(request_of("a"), found, 0)
-        self.now_s = 0.9
-        self.assertIsNone(witness.limit(request_of("b"), found, 0))
-        self.now_s = 1.1
-        self.assertEqual(0, witness.limit(request_of("b"), found, 0))
-
     def test_one_worker_disagrees(self) -> None:
         """One worker is enough to put a writer aside, for good: also after a restart."""
         witness, found = self.witness(workers=2), found_of(4)
@@ -217,13 +205,6 @@ class WitnessTest(EngineTest):
         self.assertFalse(again.watching)
         own = self.witness(model_epoch="of its own")
         self.assertEqual(64, own.limit(request_of("b"), found, 0))  # nobody else writes there
-
-    def test_a_proof_is_of_one_writer(self) -> None:
-        """What one writer has stored says nothing about what another one has."""
-        witness = self.witness()
-        self.ask(witness, "a", found_of(4, good=0))
-        self.assertEqual(64, self.ask(witness, "b", found_of(4, good=0)))
-        self.assertEqual(0, self.ask(witness, "c", found_of(4, seed=7, another=0)))
 
     def test_one_bad_writer(self) -> None:
         """The engine stays, loads what others have written, and of the bad one nothing."""
@@ -579,55 +560,3 @@ class BoundTest(EngineTest):
         restarted.learn(PLAIN, [name_of("other")])
         found = [one.holds(PLAIN, name_of("other")) for one in (own, restarted)]
         self.assertEqual([True, False], found)
-
-    @pytest.mark.thorough
-    def test_the_bound_holds(self) -> None:
-        """In engines' lives with injected faults it covers the truth in at least 95 %.
-
-        Writers store wrong chunks: all, or some of them, at once or from some time on. The truth is
-        the share of wrong chunks among those that were loaded. A bound for less than 95 % fails.
-        """
-        scheduler = logging.getLogger("vllm.vua.scheduler")
-        with mock.patch.object(scheduler, "disabled", new=True):  # each writer that is put aside
-            lives = [self.life(random.Random(run)) for run in range(LIVES)]
-            bound = partial(upper_bound, confidence=0.4)
-            with mock.patch("vua.connector.proved.upper_bound", bound):
-                weaker = [self.life(random.Random(run)) for run in range(20)]
-        self.assertGreaterEqual(sum(truth <= bound for truth, bound, *_ in lives), 0.95 * LIVES)
-        self.assertLess(sum(truth <= bound for truth, bound, *_ in weaker), 19)
-        cost = sum(life[2] for life in lives) / sum(life[3] for life in lives)
-        self.assertLess(cost, 0.01)
-        self.assertGreater(sum(life[4] for life in lives), LIVES)  # writers found
-
-    def life(self, chance: random.Random) -> tuple[float, float, int, int, int]:
-        """One engine: truth, bound, chunks computed that could be loaded, all, writers found."""
-        self.root = self.root.with_name(f"{chance.random()}")  # nothing is counted with others
-        witness = self.witness(witness_every=350, seed=chance.randrange(1 << 30))
-        every = chance.choice((0, 0.05, 0.1, 0.15, 0.2))  # beside what single writers do wrong
-        single = (0, 0, 0, 0.003, 0.01, 0.03, 0.1, 1)
-        shares = {f"w{at}": max(every, chance.choice(single)) for at in range(8)}
-        since = {writer: chance.choice((0, 0, 500, 2000)) for writer in shares}
-        keys, loaded, wrong, cost = found_of(32).keys, 0, 0, 0
-        for at in range(4000):
-            writer, chunks = chance.choice(list(shares)), min(32, 1 + int(chance.expovariate(0.12)))
-            share = shares[writer] if at >= since[writer] else 0
-            bad = {chunk for chunk in range(chunks) if chance.random() < share}
-            runs = ((0, frozenset((name_of(writer),))),)
-            found = PrefixMatch(keys, chunks * SIZE, chunks, (frozenset(),), chunks, runs)
-            if witness.limit(request_of(f"{at}"), found, 0):
-                loaded, wrong = loaded + chunks, wrong + len(bad)
-            elif witness.watching:
-                order = witness.order(f"{at}", found, chunks * SIZE, [list(range(1, 99))])
-                assert order is not None
-                ((_, parts),) = order.parts
-                compared = [
-                    ComparisonResult(key.start, runs[0][1], 2.0 * (key.start // SIZE in bad))
-                    for key in parts
-                ]
-                witness.learn([Verdict(order.number, tuple(compared))])
-                cost += chunks
-            witness.gone(f"{at}")
-        told = self.stats.take() or {}
-        bound = told.get("vua_wrong_share_bound", {"": 1.0})[""]
-        aside = told.get("vua_writers_aside", {"": 0})[""]
-        return wrong / loaded, bound, cost, loaded + cost, aside

@@ -7,7 +7,6 @@ import shutil
 import subprocess
 import sys
 import unittest
-from collections.abc import Iterable
 from importlib.util import find_spec
 from types import SimpleNamespace
 from typing import Any
@@ -58,7 +57,7 @@ class EventPublisherTest(unittest.TestCase):
         self.names = [key.prefix_hash for key in self.keys.first(4)]
 
     def publisher(self, block: int) -> Any:
-        """A publisher of an engine with blocks of so many tokens, and its worker's watch."""
+        """A publisher of an engine with blocks of so many tokens."""
         model = Model(
             Identity(model="m", chunk_tokens=CHUNK),
             (Group(LAYOUT, (0,), ((LAYOUT.full,),), (0,)),),
@@ -76,7 +75,6 @@ class EventPublisherTest(unittest.TestCase):
             kv_transfer_config=None,
             parallel_config=parallel,
         )
-        self.watch = events.GoneChunks(model)
         self.request = SimpleNamespace(
             block_hashes=[b"%d" % at for at in range(64 // block)],
             all_token_ids=IDS,
@@ -87,48 +85,39 @@ class EventPublisherTest(unittest.TestCase):
         )
         return BlockEvents(model, settings, cache)
 
-    def store(self, publisher: Any, chunks: Iterable[int]) -> list[Any]:
+    def store(self, publisher: Any, *chunks: int) -> list[Any]:
         """Let workers store chunks; return the events that come of it."""
-        publisher.stored([(0, [self.names[chunk] for chunk in chunks])])
+        publisher.announce(self.request, self.keys, chunks)
         taken: list[Any] = publisher.take()
         return taken
 
     def lose(self, publisher: Any, chunk: int) -> list[Any]:
         """Let a worker find a chunk gone; return the events that come of it."""
-        self.watch.gone(self.names[chunk])
-        publisher.gone(self.watch.take())
+        publisher.gone([self.names[chunk]])
         taken: list[Any] = publisher.take()
         return taken
 
     def test_chunks_that_are_stored(self) -> None:
         """Each is announced once, after those before it; a later step names the first one again."""
         publisher = self.publisher(8)
-        publisher.ordered(self.request, self.keys, range(3))
+        told = self.store(publisher, 0) + self.store(publisher, 0, 1, 2)
 
-        first = self.store(publisher, [0])
-        late = self.store(publisher, [0, 1, 2])
-
-        self.assertEqual([[b"0", b"1"]], [event.block_hashes for event in first])
-        self.assertEqual([[b"2", b"3"], [b"4", b"5"]], [event.block_hashes for event in late])
-        self.assertEqual([None, b"1", b"3"], [one.parent_block_hash for one in first + late])
-        self.assertEqual([IDS[:16], IDS[16:32], IDS[32:48]], [o.token_ids for o in first + late])
+        hashes = [event.block_hashes for event in told]
+        self.assertEqual([[b"0", b"1"], [b"2", b"3", b"4", b"5"]], hashes)
+        self.assertEqual([None, b"1"], [one.parent_block_hash for one in told])
+        self.assertEqual([IDS[:16], IDS[16:48]], [one.token_ids for one in told])
 
     def test_blocks_longer_than_chunks(self) -> None:
-        """A block is announced when all chunks in it are stored, and gone with any of them."""
+        """A block is announced with the last chunk in it, and gone with any of them."""
         publisher = self.publisher(32)
-        publisher.ordered(self.request, self.keys, range(1))
-        publisher.ordered(self.request, self.keys, range(1, 4))
-
-        self.assertEqual([], self.store(publisher, [1, 2]))
-        first = self.store(publisher, [0])
-        second = self.store(publisher, [3])
+        self.assertEqual([], self.store(publisher, 0))
+        told = self.store(publisher, 1, 2) + self.store(publisher, 3)
         gone = self.lose(publisher, 0)
-        publisher.ordered(self.request, self.keys, range(2))
-        again = self.store(publisher, [0, 1])
+        again = self.store(publisher, 0, 1)
         gone += self.lose(publisher, 1) + self.lose(publisher, 0)
 
-        self.assertEqual([[b"0"], [b"1"]], [event.block_hashes for event in first + second])
-        self.assertEqual([IDS[:32], IDS[32:]], [event.token_ids for event in first + second])
+        self.assertEqual([[b"0"], [b"1"]], [event.block_hashes for event in told])
+        self.assertEqual([IDS[:32], IDS[32:]], [event.token_ids for event in told])
         self.assertEqual([[b"0"]], [event.block_hashes for event in again])
         self.assertEqual([[b"0"], [b"0"]], [event.block_hashes for event in gone])
 
@@ -144,44 +133,20 @@ class EventPublisherTest(unittest.TestCase):
         publisher.announce_found(self.request, self.keys, 1)
         gone = publisher.take()
         self.assertEqual([[b"1"], [b"2"]], [one.block_hashes for one in gone])
-        publisher.ordered(self.request, self.keys, range(1, 3))
-        again = self.store(publisher, [2])
+        again = self.store(publisher, 2)
         publisher.announce_found(self.request, self.keys, 4)  # around what is known
         again += publisher.take()
         self.assertEqual([[b"2"], [b"1"], [b"3"]], [one.block_hashes for one in again])
 
-    def test_reset(self) -> None:
-        """After a reset nothing counts as stored, nor what workers say of chunks of before."""
-        publisher = self.publisher(16)
-        publisher.announce_found(self.request, self.keys, 1)
-        publisher.ordered(self.request, self.keys, range(1, 2))
-        publisher.take()
-
-        publisher.forget()
-
-        self.assertEqual([[b"0"]], [one.block_hashes for one in publisher.take()])
-        self.assertEqual([], self.store(publisher, [1]))
-
     @pytest.mark.thorough
     def test_memory_is_bounded(self) -> None:
-        """Orders that nobody confirms, events that nobody takes, and files of a stuck scheduler."""
+        """Events that nobody takes."""
         publisher = self.publisher(16)
-        for at in range(events.MAX_PENDING + 10):
-            publisher.ordered(self.request, self.chain(at), range(1))
-        for at, announced in ((0, 0), (9, 0), (10, 1), (11, 1)):  # the oldest are forgotten
-            publisher.stored([(0, [self.chain(at)[0].prefix_hash])])
-            self.assertEqual(announced, len(publisher.take()), at)
-
         with self.assertLogs("vllm.vua.events", "WARNING") as logged:
             for _ in range(events.MAX_QUEUED):
                 publisher.announce_found(self.request, self.keys, 1)
                 publisher.announce_found(self.request, self.keys, 0)
         self.assertEqual([events.MAX_QUEUED, 1], [len(publisher.take()), len(logged.output)])
-
-        for _ in range(events.MAX_GONE + 10):
-            self.watch.gone(self.names[0])
-        self.assertLess(len(self.watch.take()), events.MAX_GONE)
-        self.assertEqual([], self.watch.take())
 
     def chain(self, at: int) -> KeyChain:
         """The chunk of another prompt."""
@@ -218,10 +183,7 @@ class EventPublisherTest(unittest.TestCase):
         publisher = self.publisher(16)
         publisher.announce_found(self.request, self.keys, 2)
         publisher.take()
-        self.watch.gone(self.names[0])
-        for _ in range(events.MAX_GONE):
-            self.watch.gone(self.names[3])
-        publisher.gone(WorkerOutput().aggregate(WorkerOutput(gone=self.watch.take())).gone)
+        publisher.gone(WorkerOutput().aggregate(WorkerOutput(gone=[events.LOST])).gone)
         gone = {one for event in publisher.take() for one in event.block_hashes}
         self.assertEqual({b"0", b"1"}, gone)
 

@@ -118,9 +118,11 @@ class HooksTest(unittest.TestCase):
 
     def test_no_error_leaves_a_hook(self) -> None:
         """Whatever breaks is logged, and answered as if nothing were stored."""
-        for name, (hook, nothing) in self.hooks(self.connector(strict=False)).items():
+        made = self.connector(strict=False)
+        for name, (hook, nothing) in self.hooks(made).items():
             with self.subTest(name), self.assertLogs("vllm.vua", "ERROR"):
                 self.assertEqual(nothing, hook())
+        self.assertTrue(made.build_connector_worker_meta().unable, "its caches are unknown")
 
     def test_strict(self) -> None:
         """With `strict` the same errors stop the engine: tests see them."""

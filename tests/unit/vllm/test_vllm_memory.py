@@ -108,7 +108,6 @@ class WorkerCallsTest(unittest.TestCase):
             find_worker()
         memory = memory_of(SimpleNamespace(lora_config=None))
         self.assertIsNotNone(memory.unknown)
-        self.assertIsNotNone(memory.weights_changed())
 
     def test_a_worker_that_shows_no_model(self) -> None:
         """It is refused, to a second connector, too; the first one keeps what it watches."""
