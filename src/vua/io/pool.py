@@ -54,21 +54,20 @@ class Job(Generic[W]):
         self._work: Callable[[Job[W]], object] | None = work
         self._lock, self._taken, self._waited_for = (threading.Lock() for _ in range(3))
         self._waited_for.acquire()  # until it has a result
-        self._wanted, self._settled, self._ended, self._given_up = True, False, False, False
+        self.wanted = True
+        """Whether its result is wanted; may change at any moment, see :meth:`use`."""
+        self.ended = False
+        """Whether :meth:`result` returns at once."""
+        self._settled = self._given_up = False
         self._result: object = None
         self._error: BaseException | None = None
         self._by: threading.Thread | None = None
         """Which thread has started it."""
         self._since = 0.0
 
-    @property
-    def wanted(self) -> bool:
-        """Whether its result is wanted; may change at any moment, see :meth:`use`."""
-        return self._wanted
-
     def progress(self) -> None:
         """Start the time limit anew. For the job's thread, after each piece of I/O."""
-        self._since = self._pool._shared.moved = self._pool._clock()
+        self._since = self._pool._moved = self._pool._clock()
 
     @contextmanager
     def use(self) -> Iterator[bool]:
@@ -77,7 +76,7 @@ class Job(Generic[W]):
         Keep it short: a :meth:`settle` by another thread waits for it.
         """
         with self._lock:
-            yield self._wanted
+            yield self.wanted
 
     def settle(self, *, well: bool | None = None) -> bool:
         """Decide that the work has ended. True only for the first call, whose caller reports it.
@@ -86,7 +85,7 @@ class Job(Generic[W]):
         """
         with self._lock:
             first = not self._settled
-            self._settled, self._wanted = True, False
+            self._settled, self.wanted = True, False
         if first and well is not None:
             self._pool.breaker.went(well=well)
         return first
@@ -94,40 +93,30 @@ class Job(Generic[W]):
     def tell(self, result: object = None, error: BaseException | None = None) -> None:
         """Give waiters a result or an error. Otherwise they get it when the work ends."""
         with self._lock:
-            if self._ended:
+            if self.ended:
                 return
-            self._result, self._error, self._ended = result, error, True
+            self._result, self._error, self.ended = result, error, True
         self._waited_for.release()
 
     def _end(self, result: object, error: BaseException | None) -> None:
-        """Do what the work has not done by :meth:`tell` and :meth:`settle`."""
-        with self._lock:
-            self._settled, self._wanted, told = True, False, self._ended
-            if not told:
-                self._result, self._error, self._ended = result, error, True
-        if not told:
-            self._waited_for.release()
+        self.settle()
+        self.tell(result, error)
 
     def drop(self) -> bool:
         """Discard the result. Returns False if a thread is running it, or has."""
-        self._wanted = False
+        self.wanted = False
         return self._pool._withdraw(self)
-
-    @property
-    def ended(self) -> bool:
-        """Whether :meth:`result` returns at once."""
-        return self._ended
 
     def wait(self, timeout_s: float = math.inf) -> bool:
         """Wait until the job has ended; returns whether it has."""
-        if self._ended:
+        if self.ended:
             return True
         if timeout_s == math.inf:
             with self._waited_for:  # unlike `acquire`, a signal cannot come when it is held
                 pass
         elif self._waited_for.acquire(timeout=max(0.0, timeout_s)):
             self._waited_for.release()
-        return self._ended
+        return self.ended
 
     def result(self) -> Any:
         """Wait for the job; return its result, or raise what it raised.
@@ -143,31 +132,6 @@ class Job(Generic[W]):
             raise self._error
         finally:
             del self  # the error references this frame
-
-
-class _Shared(Generic[W]):
-    """State shared by the threads and their pool; threads do not keep the pool alive."""
-
-    def __init__(self, threads: int, moved: float, before: Iterable[Job[W]] = ()) -> None:
-        self.most, self.moved = threads, moved
-        self.lock = threading.Lock()
-        self.queue: SimpleQueue[Job[W] | None] = SimpleQueue()
-        """Jobs, and None to make a thread check whether it must end."""
-        self.threads: set[threading.Thread] = set()
-        self.open: dict[Job[W], None] = dict.fromkeys(before)
-        """Those that have not ended, in order. An interrupt may leave one here too long, which
-        costs a needless thread."""
-        self.ended: SimpleQueue[None] = SimpleQueue()
-        """One item for each job that ends while the pool is being closed."""
-        self.closed = False
-
-    def close(self) -> None:
-        """Let the threads end after the jobs in the queue.
-
-        Takes no lock: may be called anywhere.
-        """
-        self.closed = True
-        self.queue.put(None)
 
 
 class Pool(Generic[W]):
@@ -200,31 +164,35 @@ class Pool(Generic[W]):
             clock: returns seconds.
         """
         self._name, self._timeout_s, self._clock = name, timeout_s, clock
+        self._most, self._moved, self._closed = threads, clock(), False
         self._look_s = timeout_s / _LOOKS
         self._late = late
         self.breaker = Breaker(clock=clock) if breaker is None else breaker
-        self._shared: _Shared[W] = _Shared(threads, clock())
-        self._begin()
+        self._begin(())
         watch(self)
         if timeout_s == math.inf:
             _unlimited.add(self)
 
-    def _begin(self) -> None:
-        end = weakref.finalize(self, self._shared.close)
-        end.atexit = False
+    def _begin(self, jobs: Iterable[Job[W]]) -> None:
+        self._lock = threading.Lock()
+        self._queue: SimpleQueue[Job[W] | None] = SimpleQueue()
+        """Jobs, and None to make a thread check whether it must end."""
+        self._threads: set[threading.Thread] = set()
+        self._open: dict[Job[W], None] = dict.fromkeys(jobs)
+        """Those that have not ended, in order. An interrupt may leave one here too long, which
+        costs a needless thread."""
+        self._left: SimpleQueue[None] = SimpleQueue()
+        """One item for each job that ends while the pool is being closed."""
+        weakref.finalize(self, self._queue.put, None).atexit = False
 
     def after_fork(self) -> None:
         """Begin with no threads; see :mod:`vua.io.forks`."""
-        before = self._shared
-        stay = before.open if self._timeout_s < math.inf else ()
-        self._shared = shared = _Shared(before.most, before.moved, stay)
-        shared.closed = before.closed
-        for job in stay:
+        self._begin(self._open if self._timeout_s < math.inf else ())
+        for job in self._open:
             job._lock = threading.Lock()
             if not job.started:  # a thread of the parent may be just taking it up
                 job._taken = threading.Lock()
-                shared.queue.put(job)
-        self._begin()
+                self._queue.put(job)
 
     def submit(
         self,
@@ -247,35 +215,73 @@ class Pool(Generic[W]):
         return job
 
     def _put(self, job: Job[Any]) -> None:
-        shared = self._shared
         job._since = self._clock()
-        if shared.closed:
+        if self._closed:
             raise RuntimeError(f"{self._name}: is closed")
-        with shared.lock:
-            shared.open[job] = None
-            more = len(shared.threads) < min(len(shared.open), shared.most)
+        with self._lock:
+            self._open[job] = None
+            more = len(self._threads) < min(len(self._open), self._most)
         if more:
             try:
                 self._start_thread()
             except RuntimeError:  # the system has no more threads: the existing ones do the work
-                if not shared.threads:
+                if not self._threads:
                     raise
-        with shared.lock:
-            if shared.closed:  # threads end at the None of a close, and run nothing after it
+        with self._lock:
+            if self._closed:  # threads end at the None of a close, and run nothing after it
                 raise RuntimeError(f"{self._name}: is closed")
-            shared.queue.put(job)
+            self._queue.put(job)
 
     def _start_thread(self) -> None:
-        threading.Thread(target=_run, args=(self._shared,), name=self._name, daemon=True).start()
+        given = (weakref.ref(self), self._queue)
+        threading.Thread(target=_run, args=given, name=self._name, daemon=True).start()
+
+    def _enter(self) -> bool:
+        """Count this thread, if it is one of those wanted: who started it may be interrupted."""
+        with self._lock:
+            enters = len(self._threads) < self._most
+            if enters:
+                self._threads.add(threading.current_thread())
+        return enters
+
+    def _step(self, job: Job[Any] | None) -> bool:
+        """Run a job; returns whether this thread goes on."""
+        own, last = threading.current_thread(), job is None
+        if job is not None:
+            if job._taken.acquire(blocking=False):
+                self._do(job, own)
+            self._forget(job)
+        with self._lock:
+            leaves = (self._closed and last) or len(self._threads) > self._most
+            if leaves:
+                self._threads.discard(own)
+        return not leaves
+
+    def _do(self, job: Job[Any], own: threading.Thread) -> None:
+        job._by, job.started = own, True
+        job.progress()
+        work: Any = job._work
+        job._work = None
+        try:
+            job._end(work(job), None)
+        except BaseException as problem:
+            if self._timeout_s < math.inf:  # perhaps nobody waits for it
+                log.exception("%s: an error that the work should have handled", own.name)
+            job._end(None, problem)
+        self._moved = self._clock()
+        del job, work  # an error keeps this frame
 
     def _withdraw(self, job: Job[Any]) -> bool:
         if not job._taken.acquire(blocking=False):
             return False
-        with self._shared.lock:
-            self._shared.open.pop(job, None)
-            if self._shared.closed:
-                self._shared.ended.put(None)
+        self._forget(job)
         return True
+
+    def _forget(self, job: Job[Any]) -> None:
+        with self._lock:
+            self._open.pop(job, None)
+            if self._closed:
+                self._left.put(None)
 
     def map(self, work: Callable[[Job[A]], T], items: Iterable[A]) -> list[T]:
         """Return what ``work(job)`` returns for a job about each item.
@@ -299,17 +305,16 @@ class Pool(Generic[W]):
     @property
     def waiting(self) -> int:
         """How many jobs wait for a thread."""
-        return self._shared.queue.qsize()
+        return self._queue.qsize()
 
     def limit(self, threads: int) -> None:
         """Set the maximum number of threads from now on; running jobs continue."""
-        shared = self._shared
-        if threads == shared.most:
+        if threads == self._most:
             return
-        with shared.lock:
-            shared.most, there = threads, len(shared.threads)
+        with self._lock:
+            self._most, there = threads, len(self._threads)
         for _ in range(there - threads):
-            shared.queue.put(None)
+            self._queue.put(None)
         for _ in range(min(threads - there, self.waiting)):
             with suppress(RuntimeError):
                 self._start_thread()
@@ -320,7 +325,7 @@ class Pool(Generic[W]):
         Each is settled, counts as failed for the breaker, and was passed to ``late``. If no thread
         had started a job, ``started`` is False, and none will touch its memory.
         """
-        late = self._overdue() if self._shared.open else []
+        late = self._overdue() if self._open else []
         for job in late:
             for _ in range(job.tries):
                 self.breaker.went(well=False)
@@ -330,11 +335,10 @@ class Pool(Generic[W]):
         return late
 
     def _overdue(self) -> list[Job[W]]:
-        shared, limit = self._shared, self._clock() - self._timeout_s
-        late: list[Job[W]] = []
-        with shared.lock:
-            for job in shared.open:
-                since = job._since if job.started else max(job._since, shared.moved)
+        late, limit = list[Job[W]](), self._clock() - self._timeout_s
+        with self._lock:
+            for job in self._open:
+                since = job._since if job.started else max(job._since, self._moved)
                 if since < limit:
                     late.append(job)
                 elif not job.started:  # nor are those after it
@@ -355,66 +359,44 @@ class Pool(Generic[W]):
         job may be submitted afterwards. A second call does not wait for jobs that the first gave
         up.
         """
-        shared, stop_s = self._shared, time.monotonic() + timeout_s
-        own = threading.current_thread()
-        with shared.lock:
-            shared.close()
+        own, stop_s = threading.current_thread(), time.monotonic() + timeout_s
+        with self._lock:
+            self._closed = True
+            self._queue.put(None)
         while finish:
             for job in self._overdue():
                 job.tell(error=TimeoutError(f"{self._name}: closed"))
-            with shared.lock:
-                left = any(not job._given_up and job._by is not own for job in shared.open)
+            with self._lock:
+                left = any(not job._given_up and job._by is not own for job in self._open)
             wait_s = min(self._look_s, stop_s - time.monotonic(), threading.TIMEOUT_MAX)
             if not left or wait_s <= 0:
                 break
             with suppress(Empty):
-                shared.ended.get(timeout=wait_s)
+                self._left.get(timeout=wait_s)
         if self._timeout_s < math.inf:
-            for job in list(shared.open):
+            for job in list(self._open):
                 job._given_up = True
                 if not job.started and self._withdraw(job):
                     job.tell(error=TimeoutError(f"{self._name}: closed"))
-        if not shared.open:
-            for thread in list(shared.threads):
+        if not self._open:
+            for thread in list(self._threads):
                 if thread is not own:
                     thread.join(max(0.0, min(stop_s - time.monotonic(), threading.TIMEOUT_MAX)))
-        return not shared.open
+        return not self._open
 
 
-def _run(shared: _Shared[Any]) -> None:
-    """Run jobs. Each thread counts itself, since the thread that started it may be interrupted."""
-    own = threading.current_thread()
-    with shared.lock:
-        if len(shared.threads) >= shared.most:
-            return
-        shared.threads.add(own)
-    leaves = False
-    while not leaves:
-        job = shared.queue.get()
-        if job is not None and job._taken.acquire(blocking=False):
-            job._by, job.started = own, True
-            job.progress()
-            work: Any = job._work
-            job._work = None
-            try:
-                job._end(work(job), None)
-            except BaseException as problem:
-                if job._pool._timeout_s < math.inf:  # perhaps nobody waits for it
-                    log.exception("%s: an error that the work should have handled", own.name)
-                job._end(None, problem)
-            work = None
-            shared.moved = job._pool._clock()
-        with shared.lock:
-            if job is not None:
-                shared.open.pop(job, None)
-                if shared.closed:
-                    shared.ended.put(None)
-            leaves = (shared.closed and job is None) or len(shared.threads) > shared.most
-            if leaves:
-                shared.threads.discard(own)
-        del job  # and what it holds, while this thread waits
-    if shared.closed:
-        shared.queue.put(None)  # for the next thread
+def _run(of: weakref.ref[Pool[Any]], queue: SimpleQueue[Job[Any] | None]) -> None:
+    """Run jobs while the pool is there: an idle thread does not keep it."""
+    pool = of()
+    goes_on = pool is not None and pool._enter()
+    while goes_on:
+        pool = None
+        job = queue.get()
+        pool = of()
+        goes_on = pool is not None and pool._step(job)
+        job = None  # and what it holds
+    if pool is None or pool._closed:
+        queue.put(None)  # for the next thread
 
 
 class Breaker:
@@ -479,7 +461,20 @@ class Breaker:
 
         A failure during a pause, of a try begun before, does not lengthen it.
         """
-        changed = self._succeeded() if well else self._failed()
+        if well and self._in_a_row == 0 and self.closed:
+            return False
+        with self._lock:
+            was_closed, now = self.closed, self._clock()
+            if well:
+                self._in_a_row, self._pause, self._probing = 0, 0.0, False
+            elif was_closed:
+                self._in_a_row += 1
+                if self._in_a_row >= self._failures:
+                    self._pause, self._until = self._pause_s, now + self._pause_s
+            elif self._probing:
+                self._pause = min(2 * self._pause, self._max_pause_s)
+                self._until, self._probing = now + self._pause, False
+            changed = was_closed != self.closed
         if changed and self._operations and well:
             self._log.info("VUA: %s work again", self._operations)
         elif changed and self._operations:
@@ -489,28 +484,6 @@ class Breaker:
                 self._operations,
             )
         return changed
-
-    def _succeeded(self) -> bool:
-        if self._in_a_row == 0 and self.closed:
-            return False
-        with self._lock:
-            was_open = not self.closed
-            self._in_a_row, self._pause, self._probing = 0, 0.0, False
-        return was_open
-
-    def _failed(self) -> bool:
-        with self._lock:
-            now = self._clock()
-            if self.closed:
-                self._in_a_row += 1
-                if self._in_a_row < self._failures:
-                    return False
-                self._pause, self._until = self._pause_s, now + self._pause_s
-                return True
-            if self._probing:
-                self._pause = min(2 * self._pause, self._max_pause_s)
-                self._until, self._probing = now + self._pause, False
-            return False
 
 
 _unlimited: Final[weakref.WeakSet[Pool[Any]]] = weakref.WeakSet()

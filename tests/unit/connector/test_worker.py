@@ -511,7 +511,7 @@ class StagedHangingTest(HangingTest):
             self.assertIs(side.groups[0].load_buffers, staging)
             self.assertIs(threading.main_thread(), threading.current_thread())
             # race: the load's thread hangs while the engine waits, and must have been given up
-            wanted.extend(job.wanted for job in side._loads._shared.open)
+            wanted.extend(job.wanted for job in side._loads._open)
 
         with mock.patch.object(Staging, "join", join):
             self.load("late", [5, 6, 7])
