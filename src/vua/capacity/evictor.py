@@ -14,8 +14,8 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import threading
 import time
-from bisect import bisect_left
 from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -23,7 +23,6 @@ from functools import partial
 from typing import Final
 
 import numpy as np
-import numpy.typing as npt
 
 from vua.capacity import marks
 from vua.capacity.lease import (
@@ -34,7 +33,7 @@ from vua.capacity.lease import (
     upkeep_directory,
 )
 from vua.capacity.listing import ancestors
-from vua.capacity.lru import is_unchanged, mtime_ns_of
+from vua.capacity.lru import is_unchanged
 from vua.capacity.marks import is_unsent
 from vua.capacity.policy import LRU, RETAINED_RANK
 from vua.capacity.removal import (
@@ -100,7 +99,10 @@ class _Run:
 
 
 class Evictor:
-    """Evicts from one cache directory, and remembers what it saw. Not thread-safe."""
+    """Evicts from one cache directory, and remembers what it saw.
+
+    One thread may look for victims while others evict, one at a time.
+    """
 
     def __init__(
         self,
@@ -113,6 +115,8 @@ class Evictor:
         With ``rehearse`` nothing is changed: it is called in place of :func:`evict_chunk`. The
         ``policy`` ranks chunks; by default the least recently used ones are the lowest.
         """
+        self.lock = threading.RLock()
+        """Held while it evicts, and when new victims come."""
         self._policy = policy or LRU()
         self._root, self._evict_chunk = os.fspath(root), rehearse or evict_chunk
         self._is_real = rehearse is None
@@ -194,10 +198,10 @@ class Evictor:
         return not (whole and sweep.takes_all)
 
     def _use(self, victims: Victims) -> None:
-        self._kept.clear()
-        self._held.clear()
-        self._held_nbytes = 0
-        self._victims = victims
+        with self.lock:
+            self._kept.clear()
+            self._held.clear()
+            self._held_nbytes, self._victims = 0, victims
 
     def _drop(self, empty: Sequence[str], now_ns: int) -> None:
         with closing_fd(os.open(self._root, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)) as fd:
@@ -227,9 +231,9 @@ class Evictor:
         """
         if nbytes <= 0 or before_ns == 0:
             return NOTHING
-        if self._victims.until_ns <= now_ns:
-            self._victims = NO_VICTIMS
-        with spaces(self._root) as found:
+        with self.lock, spaces(self._root) as found:
+            if self._victims.until_ns <= now_ns:
+                self._victims = NO_VICTIMS
             by_name = {space.name: space for space in found}
             run = _Run(by_name, nbytes, now_ns, before_ns, pins_nbytes, pulse)
             for run.takes_unsent in (False, True) if self.spares_unsent else (True,):
@@ -258,7 +262,7 @@ class Evictor:
             if run.before_ns <= latest_ns:  # else the prompt has such a time, too
                 goes |= found["mtime_ns"] > latest_ns
             some = np.flatnonzero(goes)
-        at, unsent = self._gone(found, some, run.by_name), list[int]()
+        at, unsent = 0, list[int]()
         try:
             while at < len(some) and run.freed.nbytes < run.nbytes:
                 gone = self._take_ordinary(found[some[at : at + _AT_A_TIME]], run, seen_ns)
@@ -283,20 +287,6 @@ class Evictor:
             left = found[:end][stays]
             found = np.concatenate([left, found[end:]]) if len(left) else found[end:]
             self._victims = self._victims._replace(found=found)
-
-    def _gone(
-        self, found: Candidates, some: npt.NDArray[np.intp], by_name: Mapping[str, Space]
-    ) -> int:
-        """Return how many of the first other processes have evicted: in order, too."""
-
-        def is_there(at: int) -> bool:
-            victim = Candidate.of(found[some[at]])
-            space = by_name.get(victim.space)
-            return space is not None and mtime_ns_of(space.fd, victim.chunk) is not None
-
-        if not (self.shares and len(some)) or is_there(0):
-            return 0
-        return bisect_left(range(len(some)), True, key=is_there)  # noqa: FBT003
 
     def _take_ordinary(self, some: Candidates, run: _Run, seen_ns: int) -> Deletions:
         """Delete the first victims, several at a time, up to one that has to be looked at."""

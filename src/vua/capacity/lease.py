@@ -18,9 +18,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import math
 import os
-import random
 import re
 import secrets
 import stat
@@ -33,10 +31,9 @@ import numpy as np
 
 from vua.capacity.lru import FULL, Bare, server_now_ns
 from vua.capacity.scan import CANDIDATE, Candidates, in_order
-from vua.errors import ConfigError
 from vua.io.files import make_directory, make_file, make_folder, see_to_mode
 from vua.io.posix import close_quietly, closing_fd
-from vua.storage.mark import UPKEEP, is_marked
+from vua.storage.mark import UPKEEP
 
 LEASE_S: Final = 30.0
 """After so long without a renewal a holder counts as dead: it renews often while it searches."""
@@ -48,12 +45,6 @@ _VICTIMS_HEAD: Final = struct.Struct("<8sqq")
 server's clock). Then the victims, as they are in memory."""
 _MOST_VICTIMS: Final = 1 << 17
 _NAMES: Final = re.compile(rb"[0-9a-f]*")
-_WRITERS: Final = "writers"
-_WRITER: Final = re.compile(r"[0-9a-f]{16}")
-WRITER_S: Final = 600.0
-"""A process that has not measured for so long does not count as a writer."""
-_LOOKED_AT: Final = 256
-"""Files of writers that are looked at, of any number."""
 
 
 def upkeep_directory(root: str | os.PathLike[str]) -> int:
@@ -170,50 +161,6 @@ def _expired(directory: int, name: str, expiry_s: float) -> bool:
     if not stat.S_ISREG(found.st_mode) or found.st_size:
         return False  # not created by VUA
     return abs(server_now_ns(directory) - found.st_mtime_ns) > expiry_s * 1e9
-
-
-class Writers:
-    """How many processes write to a cache: each has an empty file in ``.upkeep/writers``.
-
-    It is touched whenever this is asked for, and one that was not touched for long is deleted. Of
-    many files some are looked at.
-    """
-
-    def __init__(self) -> None:
-        self._name, self._is_there = secrets.token_hex(8), False
-
-    def leave(self, root: str | os.PathLike[str]) -> None:
-        """Count no more."""
-        if self._is_there:
-            self._is_there = False
-            with contextlib.suppress(OSError):
-                (Path(root) / UPKEEP / _WRITERS / self._name).unlink()
-
-    def count(self, root: str | os.PathLike[str]) -> int:
-        """Return how many there are, this one too; 1 where nothing can be looked at."""
-        try:
-            if is_marked(root):
-                with upkeep_folder(root, _WRITERS) as folder:
-                    return max(1, self._count(folder))
-        except (OSError, ConfigError):
-            pass
-        return 1
-
-    def _count(self, folder: int) -> int:
-        with closing_fd(make_file(self._name, dir_fd=folder)) as fd:
-            os.utime(fd)
-            self._is_there, now_ns = True, os.fstat(fd).st_mtime_ns
-        names = [name for name in os.listdir(folder) if _WRITER.fullmatch(name)]
-        some = random.sample(names, min(_LOOKED_AT, len(names)))
-        live = 0
-        for name in some:
-            with contextlib.suppress(OSError):
-                status = os.stat(name, dir_fd=folder, follow_symlinks=False)
-                if abs(now_ns - status.st_mtime_ns) < WRITER_S * 1e9:
-                    live += 1
-                elif not status.st_size and stat.S_ISREG(status.st_mode):
-                    os.unlink(name, dir_fd=folder)
-        return math.ceil(len(names) * live / max(1, len(some)))
 
 
 class Victims(NamedTuple):

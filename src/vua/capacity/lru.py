@@ -23,16 +23,14 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import functools
 import os
-import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from typing import Final, Generic, TypeVar
 
-from vua.io.forks import new_lock, watch
-from vua.io.pool import Job, Pool
+from vua.io.forks import new_lock
+from vua.io.pool import Pool
 from vua.native import LATEST_NS
 from vua.storage.names import chunk_path
 
@@ -173,23 +171,12 @@ class Touches(Generic[T]):
 
     def __init__(self, tell: Callable[[T], object]) -> None:
         """Call ``tell``, which raises nothing, with each use, in order."""
-        self._tell = tell
-        self._recent = Recent(INTERVAL_S)
-        self.after_fork()
-        watch(self)
-
-    def after_fork(self) -> None:
-        """Leave the parent's queue to the parent; see :mod:`vua.io.forks`."""
-        self._lock = threading.Lock()
-        self._thread: Pool[None] | None = None
-        self._queued = 0
+        self._tell, self._recent = tell, Recent(INTERVAL_S)
+        self._thread = Pool[T](1, "vua-touch")
 
     def close(self) -> None:
         """Finish what is queued, and release the thread. A second call does nothing."""
-        with self._lock:
-            thread, self._thread = self._thread, None
-        if thread is not None:
-            thread.close()
+        self._thread.close()
 
     def wants(self, last: str) -> bool:
         """Whether a prefix whose last chunk is ``last`` must be touched: once per interval."""
@@ -199,22 +186,9 @@ class Touches(Generic[T]):
         """Report a use: in the background, or (wait) now."""
         if wait:
             self._tell(use)
-            return
-        with self._lock:
-            if self._queued >= _QUEUED_MAX:
-                return  # the storage is slow; the order of eviction may be a little wrong
-            if self._thread is None:
-                self._thread = Pool(1, "vua-touch")
-            with contextlib.suppress(RuntimeError):  # there is no thread, or the process ends
-                self._thread.submit(functools.partial(self._touch, use))
-                self._queued += 1
-
-    def _touch(self, use: T, _: Job[None]) -> None:
-        try:
-            self._tell(use)
-        finally:
-            with self._lock:
-                self._queued -= 1
+        elif self._thread.waiting < _QUEUED_MAX:  # else the order of eviction is a little wrong
+            with contextlib.suppress(RuntimeError):  # there is no thread, or it is closed
+                self._thread.submit(lambda job: self._tell(job.what), use)
 
 
 class Recent:

@@ -1,8 +1,8 @@
 """Evicts from one cache directory, in time for the writers of one process.
 
 A writer asks :meth:`Reclaimer.reserve` before it writes. While there is space it gets the answer at
-once. Near the limit a thread looks for victims, and evicts, before a writer has to wait for that.
-Only if it is too slow a writer waits, for some seconds at most, and is refused then: nothing is
+once. Near the limit a thread looks for victims, and evicts, before a writer has to do that. Only if
+it is too slow a writer evicts itself, for some seconds at most, and is refused then: nothing is
 written beyond the limit. An idle cache has no thread.
 """
 
@@ -15,16 +15,15 @@ import math
 import os
 import threading
 import time
-from collections import Counter, deque
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
-from typing import Final, NamedTuple
+from typing import Final
 
 from vua.capacity import marks
 from vua.capacity.evictor import AT_ONCE, PINNED_SHARE, Evictor
-from vua.capacity.lease import Lease, Writers, lease, upkeep_directory
+from vua.capacity.lease import Lease, lease, upkeep_directory
 from vua.capacity.limits import Limits
 from vua.capacity.lru import next_tick_ns
 from vua.capacity.policy import LRU
@@ -47,9 +46,9 @@ _BURST_FILES: Final = (8, 512)
 """Files freed at once, at least and at most. Each burst asks for the time, so it is worth 8 files
 (but never a hundredth of the limit); ext4 creates files slowly after tens of thousands of
 deletes."""
-_PARTS: Final = 64
-"""A writer that finds far too much stored evicts a part of the limit: other writers may evict at
-the same time. All writers together take so many steps at least."""
+_PARTS: Final = 256
+"""A writer that finds far too much stored evicts one of so many parts of the limit: other processes
+may evict at the same time."""
 _SEARCH_SHARE: Final = 0.95
 """From this share of the limit on victims are looked for, so that they are known when needed."""
 _FEW_VICTIMS: Final = 4096
@@ -65,59 +64,36 @@ _EXPIRY_CHUNK_S: Final = 40e-6
 _COSTLY_S: Final = 0.25
 """A search for space that took longer, in vain, is not repeated for ten times as long."""
 _WAIT_S: Final = 4.0
-"""Longest wait of a writer: vLLM's connector gives a write up after `timeouts.io_s`, 10 s."""
+"""Longest wait for another writer's eviction, and longest own one, but for a call that hangs:
+vLLM's connector gives a write up after `timeouts.io_s`, 10 s."""
 _CLOSE_WAIT_S: Final = 5.0
 _PAUSES_S: Final = (1.0, 300.0)
 """How long nothing is written after the disk stayed full: first, doubled each time, at most."""
 _MEASUREMENTS: Final = 3
 """Times that a directory is measured if it is replaced meanwhile."""
 _AGAIN_S: Final = 3600.0
+_REASONS: Final = {"behind", "evict", "full", "mark", "size", "thread"}
+"""Warnings that say why a chunk is not stored."""
 _NO_SPACE: Final = (
     "what is stored was used more recently, is pinned, or other files fill the disk; "
     "raise max_bytes, lower min_free_bytes, or see `vua du`"
 )
-
-
 _NO_INODES: Final = (
     "the file system has few inodes left, and what is stored was used more recently, is pinned, or "
     "other programs use them up; delete files, lower min_free_inodes in bounds.json, or see `df -i`"
 )
 
 
-class Below(NamedTuple):
-    """What may be evicted for a new chunk."""
-
-    mtime_ns: int | None
-    """Chunks with an older mtime than the preceding chunk's; None: any mtime."""
-    prompt_nbytes: int = 0
-    """What all of the new chunk's prompt takes in the directory, at least; 0 if unknown."""
-
-
-ANYTHING: Final = Below(None)
-
-
 class StoppedError(Exception):
-    """The current eviction must end: its process ends."""
-
-
-@dataclass(slots=True, eq=False)
-class _Request:
-    nbytes: int
-    below: Below
-    files: int = 1
-    full: bool = False
-    """Whether the disk was found full, despite the estimate."""
-    granted: bool = False
-    answered: bool = False
-    given_up: bool = False
+    """The current eviction must end: its process ends, or its writer has waited long enough."""
 
 
 class Reclaimer:
     """Reserves space for the writers of one process, and evicts for them. Thread-safe.
 
-    All state is guarded by one lock. Methods that read or change the directory (:meth:`make_space`,
-    :meth:`work_ahead`, :meth:`measure`) are for one thread at a time, which does not hold the lock:
-    that of this class, or a test's. Everything else is arithmetic.
+    Arithmetic is guarded by one lock. One thread at a time measures and evicts, which holds the
+    evictor's lock: a writer that found no space, or the thread of this class. That thread looks for
+    victims without it.
     """
 
     def __init__(
@@ -143,14 +119,13 @@ class Reclaimer:
         watch(self)
 
     def after_fork(self) -> None:
-        """Know nothing, with a free lock and no thread; see :mod:`vua.io.forks`."""
+        """Know nothing, with free locks and no thread; see :mod:`vua.io.forks`."""
         atexit.unregister(self.close)  # of the thread, which only the parent has
         self._reset()
 
     def _reset(self) -> None:
         self._changed = threading.Condition(threading.RLock())
         self._estimate = UsageEstimate(self._root, self._bounds, self._changed)
-        self._writers = Writers()
         self._evictor = Evictor(self._root, policy=self._policy)
         self._evictor.shares, self._evictor.evicted = True, self._on_evicted
         self._evictor.spares_unsent, self._evictor.counts = self._spares_unsent, self._counts
@@ -160,18 +135,16 @@ class Reclaimer:
         # mtime of the oldest parent of what was written since the last eviction; of the latest
         self._writing_ns = self._latest_ns = _NO_PARENT_NS
         self._ahead_from_s = self._search_from_s = self._expire_from_s = 0.0
-        self._requests: deque[_Request] = deque()
-        self._has_work = False  # something must be done before a writer has to wait for it
         self._thread_running = False
-        self._too_slow = False  # a writer waited in vain: until a request is answered none waits
+        self._too_slow = False  # a writer waited in vain: until another one need not none waits
         self._closed = False  # also ends an eviction or a search that is under way
+        self._stop_s = math.inf  # when whoever holds the evictor's lock must end
 
     def close(self) -> None:
         """End the thread, waiting for a few seconds at most. A second call does nothing."""
         with self._changed:
             self._closed = True
             self._changed.wait_for(lambda: not self._thread_running, _CLOSE_WAIT_S)
-        self._writers.leave(self._root)
 
     def on_evicted(self, tell: Callable[[Candidate], None]) -> None:
         """Call ``tell`` with each chunk that is evicted here, on the thread that evicts."""
@@ -189,9 +162,10 @@ class Reclaimer:
             log.warning("%s", text)
 
     def refused(self, stored_tokens: int, tokens: int, prompt_nbytes: int) -> None:
-        """Say that a prompt was stored up to a token, where the limit cannot hold all of it.
+        """Say why a prompt was stored up to a token, unless that is said already.
 
-        Once an hour: in a directory in use a larger prompt may come at any time.
+        Where the limit cannot hold all of it that is said once an hour: in a directory in use a
+        larger prompt may come at any time.
         """
         if prompt_nbytes > self.max_bytes > 0:
             self.warn_once(
@@ -201,32 +175,80 @@ class Reclaimer:
                 f"max_bytes to {prompt_nbytes:,} or more",
                 again_s=_AGAIN_S,
             )
+        elif not self._warned.keys() & _REASONS:
+            cause = _NO_INODES if self._estimate.lacks_inodes else _NO_SPACE
+            self.warn_once("refused", f"{self._root}: no room for a chunk: {cause}")
 
     # -- for writers ---------------------------------------------------------------------------
 
-    def reserve(self, nbytes: int, below: Below = ANYTHING, files: int = 1) -> bool:
+    def reserve(self, nbytes: int, before_ns: int | None = None, files: int = 1) -> bool:
         """Reserve space for files; False: no space, do not write them.
 
         Args:
             nbytes: size of all of them.
-            below: what may be evicted for them.
+            before_ns: chunks with an older mtime may be evicted for them: that of the preceding
+                chunk. None: any.
             files: how many they are.
 
-        Returns at once if there is space, after ``_WAIT_S`` at the latest if not.
+        Returns at once if there is space, after twice ``_WAIT_S`` at the latest if not.
         """
         with self._changed:
             if self._has_moved():
                 self._pause_s = _PAUSES_S[0]
             if time.monotonic() < self._paused_until_s:
                 return False
-            self.note_request(nbytes, below.mtime_ns, files)
-            if self._estimate.is_stale or self._estimate.missing(nbytes) > 0:
-                return self._ask(_Request(nbytes, below, files))
-            self._estimate.reserve(nbytes, files)
-            if self._is_due:
-                self._has_work = True
-                self._wake()
-            return True
+            self.note_request(nbytes, before_ns, files)
+            has_space = not self._estimate.is_stale and self._estimate.missing(nbytes) <= 0
+            if has_space:
+                self._estimate.reserve(nbytes, files)
+        granted = has_space or self._evict_for(nbytes, before_ns, files)
+        if granted or self._estimate.chunks > AT_ONCE:
+            self._wake()
+        return granted
+
+    def _evict_for(
+        self, nbytes: int, before_ns: int | None, files: int, *, full: bool = False
+    ) -> bool:
+        """Make space on this thread and reserve it, unless an eviction before hangs."""
+        granted, lock = False, self._evictor.lock
+        if self._closed:
+            return False
+        if not lock.acquire(timeout=0.0 if self._too_slow else _WAIT_S):
+            self._cannot_wait()
+            return False
+        try:
+            self._stop_s, self._too_slow = time.monotonic() + _WAIT_S, False
+            with self._telling():
+                granted = self.make_space(nbytes, before_ns, full=full)
+                if granted and not full:
+                    with self._changed:
+                        self._estimate.reserve(nbytes, files)
+        except StoppedError:
+            self._cannot_wait()
+            self._estimate.doubt()
+            self._paused_until_s = time.monotonic() + 10 * _WAIT_S
+        finally:
+            self._stop_s = math.inf
+            lock.release()
+        return granted
+
+    def _cannot_wait(self) -> None:
+        self._too_slow = True
+        if not self._closed:
+            text = f"{self._root}: eviction is slow, meanwhile nothing is stored"
+            self.warn_once("behind", text)
+
+    @contextlib.contextmanager
+    def _telling(self) -> Iterator[None]:
+        """Log any error, once for each kind: each write may meet it."""
+        try:
+            yield
+        except StoppedError:
+            raise
+        except Exception as problem:
+            if (cause := type(problem).__name__) not in self._warned:
+                self._warned[cause] = time.monotonic()
+                log.exception("%s: an error that eviction should have handled", self._root)
 
     def settle(self, reserved_bytes: int, written_bytes: int, files: int = 1) -> None:
         """Note how much of what was reserved is written; once for each :meth:`reserve`."""
@@ -235,11 +257,10 @@ class Reclaimer:
             if written_bytes:
                 self._pause_s = _PAUSES_S[0]  # the disk takes files: the next pause is short again
 
-    def relieve_full_disk(self, nbytes: int, below: Below) -> None:
+    def relieve_full_disk(self, nbytes: int, before_ns: int | None) -> None:
         """Evict because the disk was found full, despite the estimate; waits as `reserve` does."""
-        with self._changed:
-            self._counts["full"] += 1
-            self._ask(_Request(nbytes, below, full=True))
+        self._counts["full"] += 1
+        self._evict_for(nbytes, before_ns, 1, full=True)
 
     def pause(self, why: str) -> None:
         """Reserve nothing for a while, longer each time: the disk stays full."""
@@ -253,11 +274,6 @@ class Reclaimer:
         """The limit in bytes, as far as this process knows it; 0 before the first measurement."""
         limits = self._estimate.limits
         return 0 if limits is None else limits.max_bytes
-
-    @property
-    def pause_left_s(self) -> float:
-        """How long nothing may be written since the disk stayed full, or a search was costly."""
-        return max(0.0, self._paused_until_s - time.monotonic())
 
     # -- arithmetic, for who holds the lock ---------------------------------------------------
 
@@ -288,15 +304,9 @@ class Reclaimer:
         is_low = self._estimate.missing(self._burst_bytes() // 2) > 0
         return (is_low and now_s >= self._ahead_from_s) or self._is_search_due(now_s)
 
-    @property
-    def _knows_victims(self) -> bool:
-        return bool(self._evictor.left)
-
     def _is_search_due(self, now_s: float) -> bool:
         limits = self._estimate.limits
-        if limits is None or now_s < self._search_from_s:
-            return False
-        if self._evictor.left >= _FEW_VICTIMS:
+        if limits is None or now_s < self._search_from_s or self._evictor.left >= _FEW_VICTIMS:
             return False
         return self._estimate.missing(int(limits.max_bytes * (1 - _SEARCH_SHARE))) > 0
 
@@ -310,19 +320,26 @@ class Reclaimer:
 
     # -- what reads and changes the directory ---------------------------------------------------
 
-    def make_space(self, nbytes: int, below: Below = ANYTHING, *, full: bool = False) -> bool:
+    def make_space(self, nbytes: int, before_ns: int | None = None, *, full: bool = False) -> bool:
         """Return whether there is space for ``nbytes``, after evicting as needed.
 
         Args:
             nbytes: size of the write.
-            below: what may be evicted for it.
+            before_ns: as for :meth:`reserve`.
             full: the disk was found full, despite the estimate. The answer is then True also if
                 nothing could be evicted: another process may have evicted.
+
+        Raises StoppedError.
         """
         began_s, estimate = time.monotonic(), self._estimate
-        self._refresh(nbytes)
+        if estimate.is_stale or estimate.missing(nbytes) > 0:
+            self._follow()
+        if estimate.is_stale:
+            self.measure()
+            if estimate.chunks <= AT_ONCE:  # else this writer goes first
+                self._expire()
         if full:  # a new chunk may take a folder, too, which others leave
-            self._evict(2 * nbytes + self._burst_bytes(), below)
+            self._evict(2 * nbytes + self._burst_bytes(), before_ns)
             return True
         limits = estimate.limits
         if limits is None:
@@ -335,23 +352,15 @@ class Reclaimer:
             return False
         if estimate.missing(nbytes) > 0:
             estimate.ask_disk()
-        if self._free(nbytes, below):
+        if self._free(nbytes, before_ns):
             return True
         estimate.doubt()
-        said = self._warned.keys() & {"evict", "mark"}  # why nothing is evicted
-        if not said and below.prompt_nbytes <= limits.max_bytes:  # else `refused` says more
-            cause = _NO_INODES if estimate.lacks_inodes else _NO_SPACE
-            self.warn_once("refused", f"{self._root}: no room for a chunk: {cause}")
         cost_s = time.monotonic() - began_s
         if cost_s > _COSTLY_S:
             self._paused_until_s = began_s + 10 * cost_s
         return False
 
-    def _part_bytes(self) -> int:
-        limits, writers = self._estimate.limits, self._estimate.writers
-        return 0 if limits is None else limits.max_bytes // (_PARTS * writers)
-
-    def _free(self, nbytes: int, below: Below) -> bool:
+    def _free(self, nbytes: int, before_ns: int | None) -> bool:
         """Evict for a writer of ``nbytes`` that waits, and a burst more; whether it may write.
 
         Where much must go, as after the limit was lowered, it is enough that more goes than is
@@ -361,41 +370,30 @@ class Reclaimer:
         if (need := estimate.missing(nbytes)) <= 0:
             return True
         # While no victims are known the writer waits for a search, too: a small burst does.
-        more_bytes = burst_bytes if self._knows_victims else burst_bytes // 8
-        part = max(_BURST_FILES[0] * nbytes, burst_bytes, self._part_bytes())
-        freed = self._evict(min(need + more_bytes, part), below)
+        more_bytes = burst_bytes if self._evictor.left else burst_bytes // 8
+        part = max(_BURST_FILES[0] * nbytes, burst_bytes, self.max_bytes // _PARTS)
+        freed = self._evict(min(need + more_bytes, part), before_ns)
         return freed.nbytes >= min(need, 2 * nbytes)
 
-    def _refresh(self, nbytes: int) -> None:
-        estimate = self._estimate
-        if estimate.is_stale or estimate.missing(nbytes) > 0:
-            self._follow()
-        if estimate.is_stale:
-            self.measure()
-            if estimate.chunks <= AT_ONCE:  # else whoever waits is served first
-                self._expire()
-
-    def work_ahead(self) -> None:
-        """Measure, search victims and evict before a writer has to wait for that.
-
-        Some hundred times during the search it serves the writers that need no search.
-        """
+    def work_ahead(self) -> bool:
+        """Measure, search victims and evict before a writer has to; whether there is more to do."""
         if self._estimate.is_ageing:
             self.measure()
         self._expire()
         if self._is_search_due(time.monotonic()):
             self._search()
         began_s, need = time.monotonic(), self._estimate.missing(self._burst_bytes() // 2)
-        if need > 0 and began_s >= self._ahead_from_s:
-            # Writers that wait are served in between.
-            need = min(need, max(self._burst_bytes(), self._part_bytes(), self._largest_bytes))
-            wanted = need + self._burst_bytes() // 2
-            if self._evict(wanted, ahead=True).nbytes < need:  # do not try all the time
-                cost_s = time.monotonic() - began_s
-                self._ahead_from_s = began_s + max(0.1, 11 * cost_s)
-            elif self._estimate.missing(0) > 0:  # more is to go, by others, too
-                self.measure()
-                self._has_work = True
+        if need <= 0 or began_s < self._ahead_from_s:
+            return False
+        # Writers that wait come in between.
+        need = min(need, max(self._burst_bytes(), self.max_bytes // _PARTS, self._largest_bytes))
+        freed = self._evict(need + self._burst_bytes() // 2, ahead=True)
+        if freed.nbytes < need:  # do not try all the time
+            self._ahead_from_s = began_s + max(0.1, 11 * (time.monotonic() - began_s))
+        elif self._estimate.missing(0) > 0:  # more is to go, by others, too
+            self.measure()
+            return True
+        return False
 
     def _search(self) -> None:
         """Look for victims, unless another process does so: then take what it has found."""
@@ -404,7 +402,7 @@ class Reclaimer:
         def search(directory: int, now_ns: int) -> DeletionTotals:
             with lease(directory) as held:
                 if not self._evictor.adopt(now_ns) and held is not None:
-                    self._evictor.search(now_ns, partial(self._between, held))
+                    self._evictor.search(now_ns, partial(self._pulse, held))
             return NOTHING
 
         self._delete(search)
@@ -419,11 +417,12 @@ class Reclaimer:
 
     def measure(self) -> None:
         """Measure the target of writes: again if it became another directory meanwhile."""
-        for _ in range(_MEASUREMENTS):
-            self._follow()
-            self._estimate.measure(self.warn_once, self._writers.count(self._root))
-            if not self._follow():
-                break
+        with self._evictor.lock:
+            for _ in range(_MEASUREMENTS):
+                self._follow()
+                self._estimate.measure(self.warn_once)
+                if not self._follow():
+                    break
 
     def _expire(self) -> None:
         """Delete what was not used for its time to live: every eighth of that, or each minute.
@@ -443,7 +442,7 @@ class Reclaimer:
             with lease(directory, "expiry", stays_s=pause_s) as held:
                 if held is None:
                     return NOTHING
-                return self._evictor.expire(now_ns, before_ns, lambda _: self._between(held))
+                return self._evictor.expire(now_ns, before_ns, lambda _: self._pulse(held))
 
         if ttl_s is not None or self._has_own_ttls():
             self._delete(expire)
@@ -469,19 +468,18 @@ class Reclaimer:
         return False
 
     def _evict(
-        self, nbytes: int, below: Below = ANYTHING, *, ahead: bool = False
+        self, nbytes: int, before_ns: int | None = None, *, ahead: bool = False
     ) -> DeletionTotals:
         limits = self._estimate.limits
         pins_nbytes = None if limits is None else int(limits.max_bytes * PINNED_SHARE)
 
         def evict(_: int, now_ns: int) -> DeletionTotals:
-            what = Below(self._ahead_before_ns(now_ns)) if ahead else below
             return self._evictor.evict(
                 nbytes,
                 now_ns,
-                before_ns=what.mtime_ns,
+                before_ns=self._ahead_before_ns(now_ns) if ahead else before_ns,
                 pins_nbytes=pins_nbytes,
-                pulse=lambda _: self._pulse(None),
+                pulse=lambda _: self._pulse(),
             )
 
         return self._delete(evict)
@@ -497,7 +495,7 @@ class Reclaimer:
             with closing_fd(upkeep_directory(self._root)) as directory:
                 freed = work(directory, next_tick_ns(directory))
         except OSError as problem:
-            self._cannot_evict(problem)
+            self.warn_once("evict", f"nothing can be evicted from {self._root}: {problem}")
             return NOTHING
         with self._changed:
             lacked_inodes = self._estimate.lacks_inodes
@@ -517,102 +515,34 @@ class Reclaimer:
             self._writing_ns = self._latest_ns
         return before_ns
 
-    def _cannot_evict(self, problem: OSError) -> None:
-        self.warn_once("evict", f"nothing can be evicted from {self._root}: {problem}")
-
-    def _pulse(self, held: Lease | None) -> None:
+    def _pulse(self, held: Lease | None = None) -> None:
         if held is not None:
             held.renew()
-        if self._closed:
+        if self._closed or (held is None and time.monotonic() > self._stop_s):
             raise StoppedError
 
     # -- the thread ----------------------------------------------------------------------------
 
-    def _ask(self, request: _Request) -> bool:
-        """Let the thread answer a request and wait for it, unless an earlier one hangs."""
-        if self._too_slow or self._closed:
-            return False
-        self._requests.append(request)
-        self._wake()
-        self._changed.wait_for(lambda: request.answered, _WAIT_S)
-        if not request.answered:
-            request.given_up = self._too_slow = True
-            text = f"{self._root}: eviction is slow, meanwhile nothing is stored"
-            self.warn_once("behind", text)
-        return request.granted
-
     def _wake(self) -> None:
-        """Start the thread if none runs. Called with the lock held."""
-        if self._thread_running or self._closed:
-            return
-        self._thread_running = True
+        """Start the thread if something is due and none runs."""
+        with self._changed:
+            if self._thread_running or self._closed or not self._is_due:
+                return
+            self._thread_running = True
         try:
             threading.Thread(target=self._run, name="vua-reclaim", daemon=True).start()
         except RuntimeError as problem:  # the system has no more threads
-            self._end()
+            self._thread_running = False
             self.warn_once("thread", f"{self._root}: nothing can be evicted: {problem}")
 
     def _run(self) -> None:
         atexit.register(self.close)  # a burst under way comes to its end
         try:
-            while self._is_needed():
-                if not self._serve():
-                    self._has_work = False
-                    self.work_ahead()
-        except StoppedError:
-            self._end()
-        except Exception as problem:  # waiting writers get an answer after any error
-            if (cause := type(problem).__name__) not in self._warned:  # each write may meet it
-                self._warned[cause] = time.monotonic()
-                log.exception("%s: an error that eviction should have handled", self._root)
-            self._end()
+            with contextlib.suppress(StoppedError), self._telling():
+                while not self._closed and self.work_ahead():
+                    pass
         finally:
             atexit.unregister(self.close)
-
-    def _is_needed(self) -> bool:
-        """Whether there is anything to do; if not, the thread has ended with this answer."""
-        with self._changed:
-            if (self._requests or self._has_work) and not self._closed:
-                return True
-            self._end()
-            return False
-
-    def _end(self) -> None:
-        with self._changed:
-            self._thread_running = self._too_slow = False
-            while self._requests:
-                self._requests.popleft().answered = True
-            self._changed.notify_all()
-
-    def _serve(self) -> bool:
-        with self._changed:
-            if not self._requests:
-                self._too_slow = False
-                return False
-            request = self._requests.popleft()
-        granted = False
-        try:
-            granted = not request.given_up and self.make_space(
-                request.nbytes, request.below, full=request.full
-            )
-        finally:
             with self._changed:
-                request.granted, request.answered = granted and not request.given_up, True
-                if request.granted and not request.full:
-                    self._estimate.reserve(request.nbytes, request.files)
-                    if self._estimate.chunks > AT_ONCE:  # what waited for this request
-                        self._has_work = self._has_work or self._is_due
+                self._thread_running = False
                 self._changed.notify_all()
-        return True
-
-    def _between(self, held: Lease | None) -> None:
-        self._pulse(held)
-        estimate = self._estimate
-        if self._requests and estimate.is_stale:
-            self.measure()
-        while self._requests and (
-            self._knows_victims
-            or estimate.chunks > AT_ONCE  # a sample shows some
-            or estimate.missing(self._requests[0].nbytes) <= 0
-        ):
-            self._serve()

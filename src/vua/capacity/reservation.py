@@ -22,8 +22,7 @@ from __future__ import annotations
 import contextlib
 import os
 import threading
-import time
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from types import TracebackType
@@ -44,7 +43,7 @@ from vua.capacity.lru import (
 )
 from vua.capacity.marks import mark
 from vua.capacity.policy import LRU, LeastHitDensity
-from vua.capacity.reclaim import Below, Reclaimer
+from vua.capacity.reclaim import Reclaimer
 from vua.capacity.scan import Candidate
 from vua.capacity.spaces import Space
 from vua.errors import ConfigError, StorageFullError
@@ -103,8 +102,8 @@ class Pending:
             self._changed.wait_for(lambda: chunk not in self._mtimes_ns, self._wait_s)
 
 
-_ADOPT_WAIT_S: Final = 5.0
-"""A chunk that was stored before its parent, or whose parent vanished, is checked after this."""
+_PARENT_WAIT_S: Final = 5.0
+"""Longest wait of a chunk for its parent, which another thread writes."""
 _BATCH_SHARE: Final = 1 / 256
 """Share of the limit that one reservation may ask for: several processes do so independently."""
 
@@ -142,20 +141,13 @@ class Capacity:
         self.policy: LRU = policy or LeastHitDensity(root)
         self._limits = limits = Limits() if bounds is None else bounds
         self.reclaimer = Reclaimer(root, limits, self.counts, self.policy, storage)
-        self.pending = Pending(_ADOPT_WAIT_S)
+        self.pending = Pending(_PARENT_WAIT_S)
         self.touches: Touches[_Use] = Touches(self._note)
         self._requests, self._stores = Recent(INTERVAL_S), Recent(INTERVAL_S)
-        self.after_fork()
-        watch(self)
-
-    def after_fork(self) -> None:
-        """Leave to the parent what it has begun; see :mod:`vua.io.forks`."""
-        self._orphans: deque[tuple[float, str, str]] = deque()
 
     def close(self) -> None:
         """Finish what is to be touched, and release the threads. A second call does nothing."""
         self.touches.close()
-        self._adopt(time.monotonic() + _ADOPT_WAIT_S)
         self.reclaimer.close()
 
     @property
@@ -189,28 +181,6 @@ class Capacity:
     def batch_bytes(self) -> int:
         """Most bytes of one reservation; anything larger goes alone."""
         return int(self.reclaimer.max_bytes * _BATCH_SHARE)
-
-    def add_orphan(self, chunk: str, parent: str) -> None:
-        """Note a new chunk whose parent is missing, or is an orphan itself: it may come soon."""
-        self._orphans.append((time.monotonic(), chunk, parent))
-        fd = self.storage.fileno()
-        before_ns = mtime_ns_of(fd, parent) or ORPHAN_MTIME_NS + MTIME_STEP_NS
-        with contextlib.suppress(OSError):
-            set_mtime(fd, chunk, min(ORPHAN_MTIME_NS, before_ns - MTIME_STEP_NS))
-
-    def adopt_orphans(self) -> None:
-        """Give orphans their mtimes, after their parents had time to come; else they go first."""
-        self._adopt(time.monotonic())
-
-    def _adopt(self, now_s: float) -> None:
-        due: list[tuple[str, str]] = []
-        with contextlib.suppress(IndexError):  # another thread took the last one
-            while self._orphans and now_s - self._orphans[0][0] >= _ADOPT_WAIT_S:
-                due.append(self._orphans.popleft()[1:])
-        left = -1
-        while len(due) != left:  # an adopted one may be the parent of those after it
-            left = len(due)
-            due = [one for one in due if not inherit(self.storage.fileno(), *one)]
 
     # -- use ------------------------------------------------------------------------------------
 
@@ -365,8 +335,7 @@ class Reservation:
             if self._before_ns is not None and len(keys) == 1:  # of more, some may be there already
                 capacity.pending.expect(keys[0].name, self._before_ns - MTIME_STEP_NS)
             whole = self._nbytes * len(keys)
-            self._below = Below(self._before_ns, self._prompt[1])
-            self.granted = capacity.reclaimer.reserve(whole, self._below, len(keys))
+            self.granted = capacity.reclaimer.reserve(whole, self._before_ns, len(keys))
         except BaseException:
             capacity.pending.leave(self._pending)
             raise
@@ -392,7 +361,7 @@ class Reservation:
     def relieve_full_disk(self) -> None:
         """Evict because the disk was found full, despite the estimate; then write once more."""
         nbytes = max(1, self._reserved_bytes)
-        self._capacity.reclaimer.relieve_full_disk(nbytes, self._below)
+        self._capacity.reclaimer.relieve_full_disk(nbytes, self._before_ns)
 
     def commit(self, statuses: Sequence[int]) -> None:
         """Note each chunk's status: those WRITTEN get their mtimes and their time to live.
@@ -406,7 +375,6 @@ class Reservation:
             for key, status in zip(self._keys, statuses, strict=False):
                 if status == WRITTEN:
                     marks.settle_ttl(capacity.space, key.name, key.before.hex(), self._ttl_s)
-        capacity.adopt_orphans()
 
     def _settle(self, written_bytes: int) -> None:
         reserved, self._reserved_bytes = self._reserved_bytes, 0
@@ -447,4 +415,6 @@ class Reservation:
         if parent not in self._pending:
             self._capacity.pending.wait_for(parent)
         if parent and not inherit(self._fd, key.name, parent):
-            self._capacity.add_orphan(key.name, parent)
+            before_ns = mtime_ns_of(self._fd, parent) or ORPHAN_MTIME_NS + MTIME_STEP_NS
+            with contextlib.suppress(OSError):
+                set_mtime(self._fd, key.name, min(ORPHAN_MTIME_NS, before_ns - MTIME_STEP_NS))

@@ -2,10 +2,9 @@
 
 Unreadable parts count as present: a limit whose excess stays unseen would be useless.
 
-A process measures again whenever it has written its part of 1/512 to 1/32 of the limit: more often
-the less its estimate agreed with what was found. Its part is the share of one of the processes that
-write (:class:`vua.capacity.lease.Writers`), and of those that may have come since it asked. So any
-number of writers, also of such that start together, stay within the limit plus a few percent.
+A process measures again whenever it has written 1/32768 to 1/128 of the limit: more often
+the less its estimate agreed with what was found. It begins with the least. So a thousand writers,
+also such that start together, stay within the limit plus a few percent.
 """
 
 from __future__ import annotations
@@ -42,7 +41,7 @@ _SIZED_CHUNKS_LEAST: Final = 8
 TOLERANCE: Final = 0.02
 """Share of the limit by which it may be exceeded while it is being evicted from."""
 
-_INTERVAL_SHARES: Final = (1 / 512, 1 / 32)
+_INTERVAL_SHARES: Final = (1 / 32768, 1 / 128)
 """Shares of the limit that may be written between two measurements: the fewest, the most."""
 _AGREED_SHARE: Final = 1 / 200
 """An estimate that is off by less than this share of the limit makes the interval longer."""
@@ -173,8 +172,6 @@ class UsageEstimate:
         self._nbytes_per_inode = _INODE_NBYTES
         self._reserved_files = 0
         self._interval_bytes, self._share = 0.0, _INTERVAL_SHARES[0]
-        self.writers = 1
-        """How many processes write, this one too."""
         self._measured_at_s = self._cost_s = 0.0
 
     def forget(self) -> None:
@@ -261,11 +258,8 @@ class UsageEstimate:
         self._free_inodes = status.f_favail if status.f_files else None
         self._take_inodes(self._reserved_files)
 
-    def measure(self, warn: Callable[[str, str], None], writers: int = 1) -> None:
-        """Read the limits and the directory's size; ``warn`` (cause, text) of what fails.
-
-        ``writers``: how many processes write, this one too.
-        """
+    def measure(self, warn: Callable[[str, str], None]) -> None:
+        """Read the limits and the directory's size; ``warn`` (cause, text) of what fails."""
         began_s = time.monotonic()
         with self._lock:
             before, unseen = self.used_bytes, self._reserved_bytes
@@ -289,10 +283,8 @@ class UsageEstimate:
             low, high = _INTERVAL_SHARES
             agreed = gap < _AGREED_SHARE
             self._share = min(2 * self._share, high) if agreed else max(self._share / 2, low)
-            self._share = low if writers > 2 * self.writers else self._share  # many have come
-            self.writers = writers
-            part = limits.max_bytes * self._share / writers
-            self._interval_bytes = part * random.uniform(0.5, 1.0)  # noqa: S311
+            part = limits.max_bytes * self._share * random.uniform(0.5, 1.0)  # noqa: S311
+            self._interval_bytes = part
             self.limits, self.chunks = limits, usage.chunks
             self.used_bytes, self._unmeasured_bytes = used_bytes + unseen, unseen
             self._free_bytes = status.f_bavail * status.f_frsize - unseen

@@ -149,16 +149,6 @@ class RacesTest(DirectoryTest):
         self.assertNotIn(None, [mtime_ns_of(self.fd, name) for name in names])
         self.assertEqual([*range(1, 10)], self.stored())
 
-    def test_orphans_in_any_order(self) -> None:
-        """Chunks stored before those that they follow count as used once these have come."""
-        cache, keys = Cache(self.root, 100), keys_of_prompt(*range(100, 104))
-        for at in range(3, -1, -1):
-            self.assertEqual([WRITTEN], cache.saver.save([keys[at]]))
-        cache.capacity.close()
-        mtimes_ns = [mtime_ns_of(self.fd, keys[at].name) or 0 for at in range(4)]
-        self.assertEqual(sorted(mtimes_ns, reverse=True), mtimes_ns)
-        self.assertGreater(mtimes_ns[-1], self.now_ns - SECOND_NS)
-
     def test_orphan(self) -> None:
         """A chunk without its parent goes before all else: it counts as unused for years."""
         cache = Cache(self.root, 20)

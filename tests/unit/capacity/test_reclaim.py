@@ -32,6 +32,12 @@ OLD_NS = 86_400 * 10**9
 THREAD = "vua-reclaim"
 
 
+class Answer(threading.Event):
+    """Lets calls go on that hang."""
+
+    hangs = False
+
+
 class TestReclaim(DirectoryTest):
     """A cache of small new files beside large old ones, which have no bytes but a size."""
 
@@ -64,12 +70,13 @@ class TestReclaim(DirectoryTest):
         return cache.saver.save([self.key(number)]) == [WRITTEN]
 
     @contextmanager
-    def hanging(self) -> Iterator[threading.Event]:
-        """Let each listing of the reclaiming thread hang until the event that is given is set."""
-        answer, real = threading.Event(), os.scandir
+    def hanging(self, thread: str = THREAD) -> Iterator[Answer]:
+        """Let each listing of a thread hang until the event that is given is set."""
+        answer, real = Answer(), os.scandir
 
         def scandir(*args: Any) -> Any:
-            if threading.current_thread().name == THREAD:
+            if threading.current_thread().name == thread:
+                answer.hangs = True
                 answer.wait(2 * SOON_S)
             return real(*args)
 
@@ -112,7 +119,10 @@ class TestReclaim(DirectoryTest):
     def test_behind(self) -> None:
         """Whoever would exceed the limit waits a little, then nothing is stored, then it is."""
         cache = self.fill(100, 100)
-        with self.hanging() as answer, mock.patch("vua.capacity.reclaim._WAIT_S", 0.2):
+        with self.hanging("slow") as answer, mock.patch("vua.capacity.reclaim._WAIT_S", 0.2):
+            slow = threading.Thread(target=lambda: self.save(cache, 999), name="slow")
+            slow.start()
+            until(lambda: answer.hangs)
             with self.assertLogs("vua.capacity.reclaim", "WARNING") as logs:
                 self.assertFalse(self.save(cache, 1000))
             with mock.patch("vua.capacity.reclaim._WAIT_S", 2 * SOON_S):  # no wait
@@ -121,6 +131,7 @@ class TestReclaim(DirectoryTest):
                 self.assertLess(time.monotonic() - began, SOON_S)
             self.assertEqual(100 * LARGE, self.occupied())
             answer.set()
+            slow.join()
             until(lambda: self.save(cache, 1002))
         self.assertIn("slow", logs.output[0])
         self.assertLessEqual(self.occupied(), 100 * LARGE)

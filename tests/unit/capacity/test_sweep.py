@@ -163,27 +163,6 @@ class TestShared(SweepTest):
         self.assertEqual([*range(self.many - 15)], self.stored())
 
     @pytest.mark.thorough
-    def test_skips_what_is_gone(self) -> None:
-        """What others have evicted costs a few looks in all, not one for each."""
-        one, other = self.sharing(), self.sharing()
-        looks = []
-
-        def mtime_ns_of(directory: int, chunk: str) -> int | None:
-            looks.append(chunk)
-            return real(directory, chunk)
-
-        real = evictor.mtime_ns_of
-        with mock.patch.object(evictor, "SHARED", 1):
-            one.evict(NBYTES, self.tick())
-            self.assertTrue(other.adopt(self.tick()))
-            self.assertLess(self.many - 10, other.left)
-            one.evict(1000 * NBYTES, self.tick())
-            with mock.patch.object(evictor, "mtime_ns_of", mtime_ns_of):
-                other.evict(NBYTES, self.tick())
-        self.assertLess(len(looks), 40)
-        self.assertEqual([*range(self.many - 1002)], self.stored())
-
-    @pytest.mark.thorough
     def test_forged(self) -> None:
         """What is no such file is passed over; one that lies about times lets no used one go."""
         one = self.sharing()

@@ -164,11 +164,11 @@ class TestForks(DirectoryTest):
         capacity = store.capacity
         locks = [
             # race: the fork comes while another thread holds the locks of the library
-            *(vua._opened._lock, vua._buffers._lock, vua._threads._shared.lock),
+            *(vua._opened._lock, vua._buffers._lock, vua._threads._lock),
             # race: the fork comes while another thread holds the store's
             *(store.quarantine._lock, store.storage._lock, store.storage.first_reads._lock),
             # race: the fork comes while another thread holds those of the touches
-            *(capacity.touches._lock, capacity.touches._recent._lock),
+            capacity.touches._recent._lock,
             # race: the fork comes while another thread holds those of the eviction
             *(capacity.pending._changed, capacity.reclaimer._changed),
         ]
