@@ -46,7 +46,6 @@ OPEN, CLOSE = "<!-- generated: {} -->", "<!-- /generated -->"
 REGION = re.compile(r"<!-- generated: ([\w-]+) -->\n(.*?)<!-- /generated -->", re.DOTALL)
 UNITS = {
     "_per_day": "GiB per day",
-    "_mib_s": "MiB/s",
     "_s": "seconds",
     "_bytes": "size",
     "_mib": "MiB",

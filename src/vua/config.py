@@ -11,7 +11,6 @@ from vua.capacity.limits import Limits, nbytes_of
 from vua.errors import ConfigError
 from vua.security.settings import Security
 from vua.storage.location import Location, nearest
-from vua.store.tier_rules import TierRules
 
 if TYPE_CHECKING:
     import torch
@@ -69,18 +68,12 @@ class VUAConfig:
     """Bytes of the file system that are left free, in the same forms."""
     ttl_s: float | None = None
     """Seconds without use after which a chunk is deleted; by default none."""
-    upload_mib_s: float | None = None
-    """Upload limit, from the local directory to the slower tiers."""
-    write_back: str = "always"
-    """When a chunk that was read from a slower tier is also copied into the local directory:
-    `"always"`, or `"second_use"`: only when the same process reads it for the second time."""
     security: Security = Security()
     """Whose files are read, who may read what is stored, and the keys."""
 
     _FIELDS = (
         *("split_factor", "model", "epoch", "durable", "threads", "buffer_bytes"),
-        *("max_bytes", "min_free_bytes", "ttl_s"),
-        *("upload_mib_s", "write_back", "security"),
+        *("max_bytes", "min_free_bytes", "ttl_s", "security"),
     )
 
     def __init__(self, **settings: Any) -> None:
@@ -97,7 +90,7 @@ class VUAConfig:
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 raise ConfigError(f"VUAConfig.{name} must be a positive int, found {value!r}")
 
-        _ = self.bounds, TierRules.of(self)  # raise for unusable ones
+        _ = self.bounds  # raises for unusable ones
 
     @property
     def bounds(self) -> Limits:

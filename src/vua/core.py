@@ -129,7 +129,7 @@ class VUA:
                 f"{self.config.split_factor}; they must be equal"
             )
         config = self.config
-        access = Access(config.durable, config.bounds, config.security, config)
+        access = Access(config.durable, config.bounds, config.security)
         self._opened = LazyNamespace(self.path, self._identity, access)
         unnamed = self.config.model == VUAConfig.model
         self._label = None if identity else Label(self.path, self.config.model, default=unnamed)

@@ -19,7 +19,6 @@ from vua.capacity.limits import Limits
 from vua.errors import ConfigError
 from vua.security.settings import Security
 from vua.storage.location import directory_of
-from vua.store.tier_rules import TierRules
 
 _WHERE: Final = "kv_connector_extra_config"
 _MAY_BE_ZERO: Final = frozenset({"witness_every", "max_pending_save_mib"})
@@ -55,18 +54,9 @@ class WorkerResources:
     while their request runs. 0 chooses by itself: two full steps of the engine
     (`max_num_batched_tokens`), at least 512 MiB or 256 chunks, at most an eighth of the machine's
     memory for all workers. Raise it if the share "no" of `vua_prompt_chunk_tokens_total` grows."""
-    upload_mib_s: int = 1000
-    """Upload limit, from the local directory to the slower tiers (bucket or shared directory)."""
-    write_back: str = "always"
-    """When a chunk that was read from a slower tier is also copied into the local directory:
-    `"always"`, or `"second_use"`: only when the same worker reads it for the second time."""
 
     def __post_init__(self) -> None:
         _check(self, "worker.")
-        try:
-            TierRules.of(self)
-        except ConfigError as problem:
-            raise ConfigError(f"{_WHERE}: worker.{problem}") from problem
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -187,7 +187,6 @@ class Opening:
             durable=config.durable,
             bounds=config.limits,
             security=config.security,
-            rules=config.worker,
         )
         if not (model.trusts_itself or all(map(reads_back, namespace.stores))):
             namespace.close()

@@ -107,7 +107,7 @@ class Session:
                 self._beside = LazyNamespace(
                     locate(where, security=security),
                     replace(pools.beside, weights=identity.weights),
-                    Access(security=security, rules=config.worker),
+                    Access(security=security),
                 )
         self._transfers: dict[str, Transfers] = {
             name: Transfers(

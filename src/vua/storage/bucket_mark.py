@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import errno
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Final
 
 from vua.errors import ConfigError, StorageError
@@ -38,21 +38,14 @@ _PASSING: Final = re.compile(r"\.tmp-[0-9a-f]{16}|\.(?:doctor|bench)-[0-9a-f]{12
 
 
 def is_marked_bucket(bucket_path: BucketPath) -> bool:
-    """Whether a prefix has the mark. Raises StorageError; ConfigError for a newer VUA's mark.
-
-    Content that is not the mark is read once more: the answer may have been damaged in transit.
-    """
-    for is_last in (False, True):
-        try:
-            if judge_mark((bucket_path / MARK).read(MAX_MARK_NBYTES), str(bucket_path)):
-                bucket_path.bucket.marked.add(bucket_path.key)
-                return True
-        except FileNotFoundError:
-            return False
-        except ConfigError:
-            if is_last:
-                raise
-    return False
+    """Whether a prefix has the mark. Raises StorageError; ConfigError for another VUA's mark."""
+    try:
+        found = judge_mark((bucket_path / MARK).read(MAX_MARK_NBYTES), str(bucket_path))
+    except FileNotFoundError:
+        return False
+    if found:
+        bucket_path.bucket.marked.add(bucket_path.key)
+    return found
 
 
 def claim_bucket(bucket_path: BucketPath, *, tool: bool = False) -> None:
@@ -125,30 +118,15 @@ def bucket_contents(root: BucketPath) -> tuple[list[Description], list[str]]:
     ]
 
 
-def bucket_descriptions(root: BucketPath) -> list[Description]:
-    """Return each namespace's description. Raises StorageError."""
-    return bucket_contents(root)[0]
-
-
 def read_bucket_description(bucket_path: BucketPath) -> Description:
     """Read a namespace's description; never raises for what the object says."""
     return judged(bucket_path, lambda: (bucket_path / DESCRIPTION).read(MAX_DESCRIPTION_NBYTES))
 
 
-def describe_in_bucket(
-    bucket_path: BucketPath,
-    text: bytes,
-    kept: Callable[[Description, bool], bool],
-    *,
-    anew: bool = False,
-) -> None:
-    """Describe a namespace that has no sound description yet. Raises StorageError.
+def describe_in_bucket(bucket_path: BucketPath, text: bytes, *, anew: bool = False) -> None:
+    """Describe a namespace by ``text`` if it has no sound description yet.
 
-    Args:
-        bucket_path: of the namespace.
-        text: its description.
-        kept: whether an existing one stays, given ``anew``.
-        anew: whether to replace even a sound one of other layouts.
+    With ``anew`` a sound one of other layouts is replaced, too. Raises StorageError.
     """
     try:
         claim_bucket(bucket_path.parent)
@@ -158,8 +136,6 @@ def describe_in_bucket(
     try:
         bucket_path.bucket.put(key, text, create=True)
     except FileExistsError:
-        found, _ = parse_description(text)
-        if found.namespace == bucket_path.name and not kept(
-            read_bucket_description(bucket_path), anew
-        ):
-            bucket_path.bucket.put(key, text)  # replaces a damaged one
+        _, layouts = parse_description(text)
+        if not read_bucket_description(bucket_path).stays(layouts, anew=anew):
+            bucket_path.bucket.put(key, text)

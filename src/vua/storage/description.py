@@ -16,7 +16,7 @@ import logging
 import os
 import re
 import stat
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
@@ -98,6 +98,10 @@ class Description:
     def name(self) -> str:
         return self.path.name
 
+    def stays(self, layouts: Sequence[KVLayout], *, anew: bool) -> bool:
+        """Whether a writer of ``layouts`` leaves it: with ``anew`` only one that says the same."""
+        return self.layouts == tuple(layouts) or (not anew and bool(self.layouts))
+
 
 def descriptions(root: str | os.PathLike[str]) -> Iterator[Description]:
     """Yield the description of each namespace below ``root``, in order of name."""
@@ -123,16 +127,15 @@ def judged(path: Path | BucketPath, read: Callable[[], bytes]) -> Description:
     except (OSError, ConfigError) as problem:
         log.warning("%s is unusable and will be rewritten: %s", path / DESCRIPTION, problem)
         return Description(path, None)
-    identity = _identity(data, path.name)
-    if identity is None and _is_of_other_version(data):
+    if _is_of_other_version(data, path.name):
         log.debug("%s is of another version of VUA", path / DESCRIPTION)
         return Description(path, None, is_unknown=True)
     try:
-        described, layouts = parse_description(data)
+        identity, layouts = parse_description(data)
     except ConfigError as problem:
         log.warning("%s is unusable and will be rewritten: %s", path / DESCRIPTION, problem)
-        return Description(path, identity)
-    if described.namespace != path.name:
+        return Description(path, _identity(data, path.name))
+    if identity.namespace != path.name:
         log.warning("%s describes another namespace, ignored", path / DESCRIPTION)
         return Description(path, None)
     return Description(path, identity, layouts)
@@ -163,11 +166,12 @@ def is_unknown(directory: int, name: str) -> bool:
         data = _read(DESCRIPTION, directory)
     except (OSError, ConfigError):
         return False
-    return _is_of_other_version(data) and _identity(data, name) is None
+    return _is_of_other_version(data, name)
 
 
-def _is_of_other_version(data: bytes) -> bool:
-    return any(number != b"1" for number in _NUMBER.findall(data))
+def _is_of_other_version(data: bytes, name: str) -> bool:
+    others = any(number != b"1" for number in _NUMBER.findall(data))
+    return others and _identity(data, name) is None
 
 
 def _read(path: str, directory: int | None = None) -> bytes:

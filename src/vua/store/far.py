@@ -9,7 +9,7 @@ import os
 import secrets
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
 from vua.capacity.bucket import BucketCapacity, Renewal
 from vua.capacity.limits import Limits
@@ -27,7 +27,7 @@ from vua.storage.bucket_mark import (
     is_marked_bucket,
     read_bucket_description,
 )
-from vua.storage.description import Description
+from vua.storage.description import Description, read_description
 from vua.storage.local import LocalStorage
 from vua.storage.location import BucketPath, Tiers, is_directory_name, is_url, names_of
 from vua.storage.mark import check_root
@@ -36,15 +36,15 @@ from vua.storage.object import ObjectStorage
 from vua.store.evidence import settled
 from vua.store.namespace import (
     Access,
-    DirectoryKind,
     Namespace,
     Place,
     create_storage,
     described,
     description_text,
-    is_kept,
+    make_namespace,
+    measured,
+    prepare_directory,
 )
-from vua.store.tier_rules import TierRules
 from vua.store.tiered import TieredStorage
 from vua.store.travel import Travel
 
@@ -54,14 +54,11 @@ log = logging.getLogger(__name__)
 class TieredCapacity(Capacity):
     """The capacity of a tiered directory: entries are uploaded, and stay young in buckets."""
 
-    def __init__(
-        self, storage: TieredStorage, name: str, bounds: Limits | None, rules: TierRules
-    ) -> None:
+    def __init__(self, storage: TieredStorage, name: str, bounds: Limits | None) -> None:
         near = storage.near
         super().__init__(near.directory.parent, near, bounds)
         self.spare_unsent()
-        where = storage.where
-        self.travel = Travel(near, storage.far, name, self, where=where, rules=rules)
+        self.travel = Travel(near, storage.far, name, self, where=storage.where)
         storage.travels, seen = self.travel, self.travel.resend_missing
         self._buckets = [one for one in storage.far if isinstance(one, ObjectStorage)]
         self.renewals = [Renewal(one, bounds, seen) for one in self._buckets]
@@ -88,11 +85,18 @@ def at(url: str | os.PathLike[str]) -> BucketPath:
     return BucketPath(Bucket.at(str(url)))
 
 
-def locate_bucket(root: str | os.PathLike[str], *, create: bool) -> BucketPath:
-    """Return a URL's location after checking that it is a cache.
+def locate(root: Any, *, create: bool, security: Security | None) -> BucketPath | Tiers:
+    """Return a location that is not a single directory; see :func:`vua.store.place.locate`."""
+    if is_url(root):
+        return _locate_bucket(root, create=create)
+    near, *far = map(str, names_of(root))
+    return Tiers(
+        check_root(near, create=create, security=security),
+        tuple(_locate_tier(place, create=create, security=security) for place in far),
+    )
 
-    Raises ConfigError, StorageError.
-    """
+
+def _locate_bucket(root: str, *, create: bool) -> BucketPath:
     place = at(root)
     if create:
         claim_bucket(place)
@@ -101,12 +105,47 @@ def locate_bucket(root: str | os.PathLike[str], *, create: bool) -> BucketPath:
     return place
 
 
-def _try_bucket(root: str | os.PathLike[str], *, writes: bool) -> None:
+def _locate_tier(root: str, *, create: bool, security: Security | None) -> Path | BucketPath:
+    """Return the location of a slower tier, reachable or not. Raises ConfigError."""
+    place = Path(os.path.abspath(root)) if is_directory_name(root) else at(root)  # noqa: PTH100
+    problem: object = None
+    try:
+        if isinstance(place, BucketPath):
+            _locate_bucket(root, create=create)
+        elif os.path.lexists(place.parent):
+            check_root(place, create=create, security=security)
+        else:
+            problem = f"{place.parent} is missing"
+    except StorageError as found:
+        problem = found
+    if problem is not None:
+        log.warning("%s does not answer; what is stored is sent later: %s", place, problem)
+    return place
+
+
+def look_at(root: Any, namespace: str = "") -> Place:
+    """Return what is stored in the first of several tiers; of a bucket nothing is told."""
+    if is_url(root):
+        return Place(at(root), made=False, usage=None)
+    return measured(names_of(root)[0], namespace)
+
+
+def prepare(root: Any, security: Security, *, writes: bool) -> Place:
+    """Check a location as :func:`vua.store.place.prepare`."""
+    if is_url(root):
+        _in_a_child(lambda: _try_bucket(root, writes=writes))
+        return look_at(root)
+    place = prepare_directory(names_of(root)[0], security, writes=writes)
+    _in_a_child(lambda: locate(root, create=writes, security=security))
+    return place
+
+
+def _try_bucket(root: str, *, writes: bool) -> None:
     """Check that a prefix is usable; write an object and delete it.
 
     Raises ConfigError, StorageError.
     """
-    place = locate_bucket(root, create=writes)
+    place = _locate_bucket(root, create=writes)
     if not writes:
         return
     key = (place / f"{TEMPORARY}{secrets.token_hex(8)}").key
@@ -150,152 +189,58 @@ def _in_a_child(work: Callable[[], object]) -> None:
 def _describing(
     path: BucketPath, identity: Identity, layouts: Sequence[KVLayout], security: Security
 ) -> Callable[..., None]:
-    def kept(found: Description, anew: bool) -> bool:  # noqa: FBT001 - see describe_in_bucket
-        return is_kept(found, layouts, anew=anew)
-
     text = description_text(identity, layouts, security)
-    return functools.partial(describe_in_bucket, path, text, kept)
+    return functools.partial(describe_in_bucket, path, text)
 
 
-class BucketKind:
-    """What is particular to a bucket; see :class:`vua.store.place.LocationKind`."""
+def description_at(path: Path | BucketPath) -> Description:
+    """Read a namespace's description in a directory or bucket; never raises for its content."""
+    return read_description(path) if isinstance(path, Path) else read_bucket_description(path)
 
-    def locate(
-        self, root: str | os.PathLike[str], *, create: bool, security: Security | None
-    ) -> BucketPath:
-        del security
-        return locate_bucket(root, create=create)
 
-    def at(self, root: str | os.PathLike[str]) -> BucketPath:
-        return at(root)
-
-    def reach(
-        self, root: str | os.PathLike[str], *, create: bool, security: Security | None
-    ) -> None:
-        self.locate(root, create=create, security=security)
-
-    def look_at(self, root: str | os.PathLike[str], *, namespace: str = "") -> Place:
-        del namespace
-        return Place(at(root), made=False, usage=None)
-
-    def prepare(self, root: str | os.PathLike[str], security: Security, *, writes: bool) -> Place:
-        del security
-        _in_a_child(lambda: _try_bucket(root, writes=writes))
-        return self.look_at(root)
-
-    def description(self, path: BucketPath) -> Description:
-        return read_bucket_description(path)
-
-    def tier(
-        self,
-        path: BucketPath,
-        identity: Identity,
-        layouts: Sequence[KVLayout],
-        security: Security,
-    ) -> ObjectStorage:
-        return ObjectStorage(path, _describing(path, identity, layouts, security))
-
-    def open(self, path: BucketPath, access: Access, layouts: object) -> Namespace | None:
-        del layouts
-        found = settled(read_bucket_description(path))
-        if not found.layouts:
-            return None
+def open_namespace(path: BucketPath | Tiers, access: Access) -> Namespace | None:
+    """Open a namespace as :func:`vua.store.place.open_namespace`."""
+    described = (settled(description_at(place)) for place in path.places)
+    found = next((one for one in described if one.layouts), None)
+    if found is None:
+        return None
+    if isinstance(path, BucketPath):
         storage = ObjectStorage(path)
         capacity = BucketCapacity(storage, None)
-        security = access.security or Security()
-        return Namespace(path.name, storage, found.layouts, capacity, security)
+        return Namespace(
+            *(path.name, storage, found.layouts), capacity, access.security or Security()
+        )
+    if found.identity is None:
+        return None
+    return create_namespace(path.parent, found.identity, found.layouts, access)
 
-    def create(
-        self, root: BucketPath, identity: Identity, layouts: Sequence[KVLayout], access: Access
-    ) -> Namespace:
-        _, bounds, security, _ = access  # objects always are durable
-        path = root / identity.namespace
-        security = security or Security()
+
+def create_namespace(
+    root: BucketPath | Tiers, identity: Identity, layouts: Sequence[KVLayout], access: Access
+) -> Namespace:
+    """Open a namespace for reading and writing as :func:`vua.store.place.create_namespace`."""
+    durable, bounds, given = access
+    security, name = given or Security(), identity.namespace
+    if isinstance(root, BucketPath):  # objects always are durable
+        path = root / name
         make = _describing(path, identity, layouts, security)
-        storage = described(
+        objects = described(
             lambda: read_bucket_description(path),
             layouts,
             make,
             lambda: ObjectStorage(path, make),
         )
-        capacity = BucketCapacity(storage, bounds)
-        return Namespace(identity.namespace, storage, layouts, capacity, security)
-
-
-class TiersKind:
-    """What is particular to several tiers; see :class:`vua.store.place.LocationKind`."""
-
-    def locate(self, root: Sequence[str], *, create: bool, security: Security | None) -> Tiers:
-        near, *far = map(str, names_of(root))
-        return Tiers(
-            check_root(near, create=create, security=security),
-            tuple(_locate_tier(place, create=create, security=security) for place in far),
-        )
-
-    def look_at(self, root: Sequence[str], *, namespace: str = "") -> Place:
-        near = names_of(root)[0]
-        return _tier_kind(near).look_at(near, namespace=namespace)
-
-    def prepare(self, root: Sequence[str], security: Security, *, writes: bool) -> Place:
-        near = names_of(root)[0]
-        place = _tier_kind(near).prepare(near, security, writes=writes)
-        _in_a_child(lambda: self.locate(root, create=writes, security=security))
-        return place
-
-    def open(self, path: Tiers, access: Access, layouts: object) -> Namespace | None:
-        del layouts
-        described = (settled(description_at(place)) for place in path.places)
-        found = next((one for one in described if one.layouts), None)
-        if found is None or found.identity is None:
-            return None
-        return self.create(path.parent, found.identity, found.layouts, access)
-
-    def create(
-        self, root: Tiers, identity: Identity, layouts: Sequence[KVLayout], access: Access
-    ) -> Namespace:
-        if not root.far:
-            return _DIRECTORY.create(root.near, identity, layouts, access)
-        durable, bounds, security, given = access
-        security = security or Security()
-        rules = TierRules() if given is None else TierRules.of(given)
-        near = create_storage(root.near, identity, layouts, durable=durable, security=security)
-        far = _open_tiers(root.far, identity, layouts, security)
-        where = ", ".join(str(one.directory.parent) for one in far)
-        tiered = TieredStorage(near, far, where)
-        bounded = TieredCapacity(tiered, identity.namespace, bounds, rules)
-        namespace = Namespace(identity.namespace, tiered, layouts, bounded, security)
-        namespace.travel = bounded.travel
-        return namespace
-
-
-_DIRECTORY: Final = DirectoryKind()
-_BUCKET: Final = BucketKind()
-_TIERS: Final = TiersKind()
-
-
-def kind_of(root: object) -> BucketKind | TiersKind:
-    """Return the kind of a location that is not a single directory."""
-    return _BUCKET if isinstance(root, BucketPath) or is_url(root) else _TIERS
-
-
-def _tier_kind(place: object) -> DirectoryKind | BucketKind:
-    return _DIRECTORY if is_directory_name(place) else _BUCKET
-
-
-def description_at(path: Any) -> Description:
-    """Read a namespace's description in a directory or bucket; never raises for its content."""
-    return _tier_kind(path).description(path)
-
-
-def _locate_tier(root: str, *, create: bool, security: Security | None) -> Path | BucketPath:
-    """Return the location of a slower tier, reachable or not. Raises ConfigError."""
-    kind = _tier_kind(root)
-    place = kind.at(root)
-    try:
-        kind.reach(root, create=create, security=security)
-    except StorageError as problem:
-        log.warning("%s does not answer; what is stored is sent later: %s", place, problem)
-    return place
+        return Namespace(name, objects, layouts, BucketCapacity(objects, bounds), security)
+    near = create_storage(root.near, identity, layouts, durable=durable, security=security)
+    if not root.far:
+        return Namespace(name, near, layouts, Capacity(root.near, near, bounds), security)
+    far = _open_tiers(root.far, identity, layouts, security)
+    where = ", ".join(str(one.directory.parent) for one in far)
+    tiered = TieredStorage(near, far, where)
+    capacity = TieredCapacity(tiered, name, bounds)
+    namespace = Namespace(name, tiered, layouts, capacity, security)
+    namespace.travel = capacity.travel
+    return namespace
 
 
 def _open_tiers(
@@ -307,9 +252,15 @@ def _open_tiers(
     """Open the slower tiers; an unreachable one is left out, with a warning."""
     found: list[LocalStorage | ObjectStorage] = []
     for root in places:
-        path: Any = root / identity.namespace
+        path = root / identity.namespace
         try:
-            found.append(_tier_kind(root).tier(path, identity, layouts, security))
+            if isinstance(path, BucketPath):
+                make = _describing(path, identity, layouts, security)
+                found.append(ObjectStorage(path, make))
+                continue
+            make = functools.partial(make_namespace, path, identity, layouts, security)
+            make()
+            found.append(LocalStorage(path, renew=make, security=security))
         except OSError as problem:
             log.warning("%s is left out: %s", root, problem)
     return found

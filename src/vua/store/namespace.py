@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import functools
 import json
 import logging
 import os
@@ -24,7 +23,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 from vua.capacity.limits import Limits
 from vua.capacity.reservation import Capacity
 from vua.capacity.usage import Usage, measure
-from vua.errors import ConfigError, LayoutError, StorageError, explained
+from vua.errors import ConfigError, LayoutError, StorageError, explaining
 from vua.format.identity import Identity
 from vua.format.keys import KeyChain
 from vua.format.layout import KVLayout
@@ -39,7 +38,6 @@ from vua.storage.local import LocalStorage
 from vua.storage.mark import check_root, claim
 from vua.storage.names import TEMPORARY
 from vua.store.evidence import (
-    Stated,
     fits,
     layouts_by,
     stated_at,
@@ -84,14 +82,9 @@ def make_namespace(
             description_text(identity, layouts, security),
             dir_fd=fd,
             mode=security.file_mode,
-            keep=lambda: is_kept(read_description(path), layouts, anew=anew),
+            keep=lambda: read_description(path).stays(layouts, anew=anew),
             durable=True,
         )
-
-
-def is_kept(found: Description, layouts: Sequence[KVLayout], *, anew: bool) -> bool:
-    """Whether an existing description stays, see :func:`make_namespace`."""
-    return found.layouts == tuple(layouts) or (not anew and bool(found.layouts))
 
 
 def description_text(identity: Identity, layouts: Sequence[KVLayout], security: Security) -> bytes:
@@ -256,14 +249,13 @@ def open_names(
 
 def _passes(root: Path, security: Security) -> bool:
     """Whether a directory, if it exists, belongs to a trusted user. Raises StorageError."""
-    try:
-        check_owner(root, security)
-    except ConfigError:
-        return False
-    except FileNotFoundError:
-        return True
-    except OSError as problem:
-        raise explained(problem, str(root)) from problem
+    with explaining(str(root)):
+        try:
+            check_owner(root, security)
+        except ConfigError:
+            return False
+        except FileNotFoundError:
+            return True
     return True
 
 
@@ -324,48 +316,26 @@ def described(
     Raises LayoutError if it holds other layouts, StorageError.
     """
     found, wanted = read(), tuple(layouts)
-    try:
+    with explaining(str(found.path)):
         if not found.layouts:
             make()
-        storage = open_()
-    except StorageError:
-        raise
-    except OSError as problem:
-        raise explained(problem, str(found.path)) from problem
-    if found.layouts == wanted:
-        return storage
-    try:
-        _settle(read, wanted, make, stated_layouts(storage, found.name))
-    except BaseException:
-        storage.close()
-        raise
+        with contextlib.ExitStack() as stack:
+            storage = open_()
+            stack.callback(storage.close)
+            if found.layouts != wanted:
+                stated = stated_layouts(storage, found.name)
+                if not fits(stated, wanted):
+                    there = replace(found, layouts=layouts_by(found, stated))
+                    raise LayoutError(difference(there, wanted))
+                if (found := read()).layouts != wanted:
+                    text = "%s says other layouts than the entries' headers: it is rewritten"
+                    log.warning(text, found.path / DESCRIPTION)
+                    make(anew=True)
+                    if read().layouts != wanted:
+                        msg = f"{found.path / DESCRIPTION} could not be read back"
+                        raise StorageError(errno.EIO, f"{msg}; is the storage healthy?")
+            stack.pop_all()
     return storage
-
-
-def _settle(
-    read: Callable[[], Description],
-    wanted: tuple[KVLayout, ...],
-    make: Callable[..., None],
-    stated: Stated,
-) -> None:
-    """Correct a namespace's description if needed. Raises LayoutError, StorageError."""
-    found = read()
-    if not fits(stated, wanted):
-        raise LayoutError(difference(replace(found, layouts=layouts_by(found, stated)), wanted))
-    try:
-        if found.layouts != wanted:
-            if found.layouts:
-                text = "%s says other layouts than the entries' headers: it is rewritten"
-                log.warning(text, found.path / DESCRIPTION)
-            make(anew=True)
-            found = read()
-    except StorageError:
-        raise
-    except OSError as problem:
-        raise explained(problem, str(found.path)) from problem
-    if found.layouts != wanted:
-        msg = f"{found.path / DESCRIPTION} could not be read back; is the storage healthy?"
-        raise StorageError(5, msg)
 
 
 @dataclass(frozen=True, slots=True)
@@ -407,82 +377,23 @@ class Access(NamedTuple):
     durable: bool = False
     bounds: Limits | None = None
     security: Security | None = None
-    rules: object = None
-    """Has the attributes of :class:`vua.store.tier_rules.TierRules`."""
 
 
-class DirectoryKind:
-    """What is particular to a directory; see :class:`vua.store.place.LocationKind`.
-
-    As one of several tiers (:mod:`vua.store.far`) it is found without a check (:meth:`at`), checked
-    (:meth:`reach`) and opened (:meth:`tier`) by itself.
-    """
-
-    def locate(
-        self, root: str | os.PathLike[str], *, create: bool, security: Security | None
-    ) -> Path:
-        return check_root(root, create=create, security=security)
-
-    def at(self, root: str | os.PathLike[str]) -> Path:
-        return Path(os.path.abspath(root))  # noqa: PTH100 - keeps symbolic links
-
-    def reach(
-        self, root: str | os.PathLike[str], *, create: bool, security: Security | None
-    ) -> None:
-        path = self.at(root)
-        if not os.path.lexists(path.parent):
-            raise StorageError(errno.ENOENT, f"{path.parent} is missing")
-        check_root(path, create=create, security=security)
-
-    def look_at(
-        self, root: str | os.PathLike[str], *, made: bool = False, namespace: str = ""
-    ) -> Place:
-        return Place(self.at(root), made, measure(root, only=[namespace] if namespace else None))
-
-    def prepare(self, root: str | os.PathLike[str], security: Security, *, writes: bool) -> Place:
-        path = self.at(root)
-        made = not os.path.lexists(path)
-        check_root(path, create=writes or made, security=security)
-        try:
-            if writes:
-                _try_to_write(path)
-            return self.look_at(path, made=made)
-        except OSError as problem:
-            if isinstance(problem, StorageError):
-                raise
-            raise explained(problem, str(path)) from problem
-
-    def description(self, path: Path) -> Description:
-        return read_description(path)
-
-    def tier(
-        self,
-        path: Path,
-        identity: Identity,
-        layouts: Sequence[KVLayout],
-        security: Security,
-    ) -> LocalStorage:
-        make = functools.partial(make_namespace, path, identity, layouts, security)
-        make()
-        return LocalStorage(path, renew=make, security=security)
-
-    def open(
-        self, path: Path, access: Access, layouts: Sequence[KVLayout] | None
-    ) -> Namespace | None:
-        return Namespace.open(path, security=access.security, layouts=layouts)
-
-    def create(
-        self, root: Path, identity: Identity, layouts: Sequence[KVLayout], access: Access
-    ) -> Namespace:
-        durable, bounds, security, _ = access
-        return Namespace.create(
-            *(root, identity, layouts), durable=durable, bounds=bounds, security=security
-        )
+def measured(root: str | os.PathLike[str], namespace: str = "", *, made: bool = False) -> Place:
+    """Return what is stored in a directory, or in a namespace of it. Raises OSError."""
+    only = [namespace] if namespace else None
+    return Place(Path(os.path.abspath(root)), made, measure(root, only=only))  # noqa: PTH100 - links
 
 
-def _try_to_write(path: Path) -> None:
-    """Make a file and delete it: modes alone do not tell what a file server allows."""
-    probe = path / f"{TEMPORARY}{secrets.token_hex(8)}"
-    os.close(make_file(probe, os.O_EXCL))
-    with contextlib.suppress(FileNotFoundError):
-        probe.unlink()
+def prepare_directory(root: str | os.PathLike[str], security: Security, *, writes: bool) -> Place:
+    """Check a directory as :func:`vua.store.place.prepare`, and try to write to it."""
+    path = Path(os.path.abspath(root))  # noqa: PTH100 - keeps symbolic links
+    made = not os.path.lexists(path)
+    check_root(path, create=writes or made, security=security)
+    with explaining(str(path)):
+        if writes:  # modes alone do not tell what a file server allows
+            probe = path / f"{TEMPORARY}{secrets.token_hex(8)}"
+            os.close(make_file(probe, os.O_EXCL))
+            with contextlib.suppress(FileNotFoundError):
+                probe.unlink()
+        return measured(path, made=made)

@@ -1,17 +1,15 @@
 """From a user's path to a namespace in use: a directory, a bucket, or several tiers.
 
 :func:`prepare` checks a path before an engine starts: loading a model takes minutes, so a wrong
-directory must show before that, in one line. How a directory, a bucket and tiers differ
-is in a :class:`LocationKind` each, which :func:`kind_of` chooses: for a directory from
-:mod:`vua.store.namespace`; the rest from :mod:`vua.store.far`, which is imported only when
-needed.
+directory must show before that, in one line. Buckets and tiers are in :mod:`vua.store.far`, which
+is imported only when needed.
 """
 
 from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from typing import Any, Final, Protocol
+from pathlib import Path
 
 from vua.capacity.limits import Limits
 from vua.format.identity import Identity
@@ -19,36 +17,8 @@ from vua.format.layout import KVLayout
 from vua.io.forks import new_lock
 from vua.security.settings import Security
 from vua.storage.location import Location, is_directory_name
-from vua.store.namespace import Access, DirectoryKind, Namespace, Place
-
-
-class LocationKind(Protocol):
-    """How caches in one kind of location are found, checked and opened: as the functions below.
-
-    A directory is opened with the reader's ``layouts`` unless an entry says otherwise.
-    """
-
-    def locate(self, root: Any, *, create: bool, security: Security | None) -> Location: ...
-    def look_at(self, root: Any, *, namespace: str = "") -> Place: ...
-    def prepare(self, root: Any, security: Security, *, writes: bool) -> Place: ...
-    def open(
-        self, path: Any, access: Access, layouts: Sequence[KVLayout] | None
-    ) -> Namespace | None: ...
-    def create(
-        self, root: Any, identity: Identity, layouts: Sequence[KVLayout], access: Access
-    ) -> Namespace: ...
-
-
-_DIRECTORY: Final = DirectoryKind()
-
-
-def kind_of(root: Location | str | os.PathLike[str] | Sequence[str]) -> LocationKind:
-    """Return the kind of a location, or of what a user's path names."""
-    if is_directory_name(root):
-        return _DIRECTORY
-    from vua.store import far  # noqa: PLC0415 - most caches are directories
-
-    return far.kind_of(root)
+from vua.storage.mark import check_root
+from vua.store.namespace import Access, Namespace, Place, measured, prepare_directory
 
 
 def locate(
@@ -63,7 +33,11 @@ def locate(
     cache; with ``create`` an empty prefix gets the mark. Slower tiers need not be reachable. Raises
     ConfigError, StorageError.
     """
-    return kind_of(root).locate(root, create=create, security=security)
+    if is_directory_name(root):
+        return check_root(root, create=create, security=security)
+    from vua.store import far  # noqa: PLC0415 - most caches are directories
+
+    return far.locate(root, create=create, security=security)
 
 
 def open_namespace(path: Location, *, security: Security | None = None) -> Namespace | None:
@@ -72,7 +46,16 @@ def open_namespace(path: Location, *, security: Security | None = None) -> Names
     One described tier is enough; then the nearest is described, too. Raises OSError; StorageError
     if it belongs to an untrusted user.
     """
-    return kind_of(path).open(path, Access(security=security), None)
+    return _open(path, Access(security=security), None)
+
+
+def _open(path: Location, access: Access, layouts: Sequence[KVLayout] | None) -> Namespace | None:
+    """Open a namespace; a directory with the reader's ``layouts`` unless an entry denies them."""
+    if isinstance(path, Path):
+        return Namespace.open(path, security=access.security, layouts=layouts)
+    from vua.store import far  # noqa: PLC0415 - most caches are directories
+
+    return far.open_namespace(path, access)
 
 
 def create_namespace(
@@ -83,13 +66,15 @@ def create_namespace(
     durable: bool = False,
     bounds: Limits | None = None,
     security: Security | None = None,
-    rules: object = None,
 ) -> Namespace:
-    """Open a namespace for reading and writing: :meth:`Namespace.create`, for any location.
+    """Open a namespace for reading and writing: :meth:`Namespace.create`, for any location."""
+    if isinstance(root, Path):
+        return Namespace.create(
+            *(root, identity, layouts), durable=durable, bounds=bounds, security=security
+        )
+    from vua.store import far  # noqa: PLC0415 - most caches are directories
 
-    ``rules`` has the attributes of :class:`vua.store.tier_rules.TierRules`.
-    """
-    return kind_of(root).create(root, identity, layouts, Access(durable, bounds, security, rules))
+    return far.create_namespace(*(root, identity, layouts), Access(durable, bounds, security))
 
 
 class LazyNamespace:
@@ -107,15 +92,15 @@ class LazyNamespace:
             if self.reading is None or self.reading.storage.gone:
                 path = self._root / self._identity.namespace
                 access = self._access._replace(durable=False)
-                self.reading = self.writing or kind_of(path).open(path, access, layouts)
+                self.reading = self.writing or _open(path, access, layouts)
             return self.reading
 
     def to_write(self, layouts: Sequence[KVLayout]) -> Namespace:
         """Return it with these layouts, as :func:`create_namespace`."""
         with self._lock:
             if self.writing is None or self.writing.layouts != tuple(layouts):
-                self.writing = self.reading = kind_of(self._root).create(
-                    *(self._root, self._identity, layouts, self._access)
+                self.writing = self.reading = create_namespace(
+                    *(self._root, self._identity, layouts), **self._access._asdict()
                 )
             return self.writing
 
@@ -129,7 +114,11 @@ def look_at(root: str | os.PathLike[str] | Sequence[str], *, namespace: str = ""
 
     Takes about a tenth of a second. Raises OSError.
     """
-    return kind_of(root).look_at(root, namespace=namespace)
+    if is_directory_name(root):
+        return measured(root, namespace)
+    from vua.store import far  # noqa: PLC0415 - most caches are directories
+
+    return far.look_at(root, namespace)
 
 
 def prepare(
@@ -147,4 +136,8 @@ def prepare(
             mounted), or untrusted users could replace its files.
         StorageError: it cannot be made, searched or, with ``writes``, written to.
     """
-    return kind_of(root).prepare(root, security, writes=writes)
+    if is_directory_name(root):
+        return prepare_directory(root, security, writes=writes)
+    from vua.store import far  # noqa: PLC0415 - most caches are directories
+
+    return far.prepare(root, security, writes=writes)

@@ -8,7 +8,7 @@ there into the directory, in the background.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import nullcontext, suppress
 
 from vua.storage.base import WRITTEN, Batch, Capabilities, Entry, ReadResult, Storage, WriteResult
@@ -66,8 +66,7 @@ class TieredStorage:
                         versions[done + index] = bytes([number]) + version
                 if filled.count:
                     if number:
-                        left = set(range(done, done + filled.count)) - offered
-                        self._report_read(batch, sorted(left))
+                        self._report_read(batch, {*range(done, done + filled.count)} - offered)
                     done, problem = done + filled.count, None
                     break
                 if problem is None or not isinstance(filled.problem, FileNotFoundError):
@@ -88,14 +87,11 @@ class TieredStorage:
         part.offer = take
         return offered
 
-    def _report_read(self, batch: Batch, indices: Sequence[int]) -> None:
-        if self.travels is None:
-            return
-        plan = batch.transfer.plan
-        whole = batch.ranges == [(0, batch.nbytes)] and not plan.discard_nbytes
-        for index in indices:
-            data = batch.entry(index) if whole else batch.nbytes
-            self.travels.note_read(batch.names[index], data, _before(batch, index))
+    def _report_read(self, batch: Batch, indices: Iterable[int]) -> None:
+        if self.travels is not None:
+            for index in sorted(indices):
+                before = _before(batch, index)
+                self.travels.note_read(batch.names[index], batch.nbytes, before)
 
     def head(self, name: str) -> bytes:
         """Return an entry's first MiB from the nearest tier that can read it. Raises OSError."""

@@ -22,18 +22,16 @@ from typing import Final
 
 import numpy as np
 
-from vua.capacity.lru import Recent, mtime_ns_of, set_mtime
+from vua.capacity.lru import mtime_ns_of, set_mtime
 from vua.capacity.marks import mark
 from vua.capacity.reservation import Capacity
 from vua.errors import EntryError, StorageError
-from vua.format.parse import parse_entry
 from vua.io.forks import watch
 from vua.io.pool import Job, Pool
 from vua.storage.base import FAILED, Batch, Storage
 from vua.storage.local import LocalStorage
 from vua.storage.names import SENT, chunk_path
 from vua.store.entry_reader import verified
-from vua.store.tier_rules import SECOND_USE, TierRules
 
 log = logging.getLogger(__name__)
 
@@ -66,7 +64,6 @@ class Travel:
         capacity: Capacity,
         *,
         where: str,
-        rules: TierRules | None = None,
     ) -> None:
         """Start looking for entries that were not uploaded yet.
 
@@ -76,16 +73,13 @@ class Travel:
             namespace: 64 hex.
             capacity: of the directory.
             where: names the slower tiers, for the marks: new ones get everything again.
-            rules: the user's settings; by default everything is copied.
         """
         self._near, self._far = near, tuple(far)
         self._namespace, self._where, self._capacity = namespace, where, capacity
-        self._rules = rules or TierRules()
         self.counts: Counter[str] = Counter()
         """So far: sent, sent_nbytes, brought, brought_nbytes, not_brought, send_failed."""
         self._closing = threading.Event()
         self._up, self._down = Pool[None](1, "vua-send"), Pool[None](1, "vua-write-back")
-        self._read_before = Recent(math.inf)
         self._waiting: deque[str] = deque()
         self._looked = False
         self.after_fork()
@@ -147,13 +141,11 @@ class Travel:
         return False
 
     def note_read(self, name: str, data: memoryview | int, before: str) -> None:
-        """Copy an entry that was read from a slower tier, soon, if rules and memory allow it.
+        """Copy an entry that was read from a slower tier, soon, if memory allows it.
 
         ``data`` are its unverified bytes, or only their number if not all of it was read;
         ``before`` is the preceding chunk, if known. Returns at once and raises nothing.
         """
-        if self._rules.write_back == SECOND_USE and self._read_before.passes(name):
-            return
         nbytes = 0 if isinstance(data, int) else len(data)
         with self._lock:
             if self._closing.is_set() or self.waiting_nbytes + nbytes > _MOST_NBYTES:
@@ -176,18 +168,18 @@ class Travel:
             self._down.submit(bring)
 
     def fetch(self, chunks: Sequence[tuple[str, str]]) -> None:
-        """Copy chunks' entries from the slower tiers, soon, even if rules exclude reads.
+        """Copy chunks' entries from the slower tiers, soon.
 
         ``chunks``: each one's name and that of the chunk before it ("" for a prompt's first one),
         in the order of the prompt. Returns at once.
         """
 
         def bring(_: Job[None]) -> None:
-            for name, tier, before in self._missing(chunks):
+            for name, nbytes, before in self._missing(chunks):
                 if not self.wait_for_quiet():
                     return
                 try:
-                    self._bring(name, _whole_nbytes(tier, name), before)
+                    self._bring(name, nbytes, before)
                 except (OSError, EntryError) as problem:
                     log.debug("entry %s is not prefetched: %s", name, problem)
                     self.counts["not_brought"] += 1
@@ -195,17 +187,13 @@ class Travel:
         with suppress(RuntimeError):
             self._down.submit(bring)
 
-    def _missing(self, chunks: Sequence[tuple[str, str]]) -> Iterator[tuple[str, Storage, str]]:
-        """Yield chunks' entries that a slower tier has and the directory has not.
-
-        Each one's name, the nearest such tier, and the preceding chunk.
-        """
+    def _missing(self, chunks: Sequence[tuple[str, str]]) -> Iterator[tuple[str, int, str]]:
+        """Yield entries that only slower tiers have: name, length, and the preceding chunk."""
         for chunk, before in chunks:
-            found: dict[str, Storage] = {}
+            found: dict[str, int] = {}
             for tier in self._far:
-                with suppress(OSError):
-                    for one in tier.list(f"{chunk}/"):
-                        found.setdefault(one.name, tier)
+                for one in tier.list(f"{chunk}/"):
+                    found.setdefault(one.name, one.nbytes)
             for name, is_near in zip(found, self._near.exists([*found]), strict=True):
                 if not is_near:
                     yield name, found[name], before
@@ -280,9 +268,9 @@ class Travel:
                     self._sending = self._failing = False
                     self._idle.notify_all()
                     return
-            name, began_s = self._waiting.popleft(), time.monotonic()
+            name = self._waiting.popleft()
             try:
-                nbytes = self._send(name)
+                self._send(name)
             except (OSError, EntryError) as problem:
                 self.counts["send_failed"] += 1
                 if isinstance(problem, EntryError):
@@ -296,9 +284,6 @@ class Travel:
                 continue
             pause_s = _RETRY_S[0]
             self._note(failing=False)
-            if self._rules.upload_mib_s is not None:
-                took_s = time.monotonic() - began_s
-                self._closing.wait(nbytes / 2**20 / self._rules.upload_mib_s - took_s)
 
     def _note(self, *, failing: bool) -> None:
         """Note whether the slower tiers fail: closing does not wait for them then."""
@@ -317,17 +302,14 @@ class Travel:
                     break
         return found
 
-    def _send(self, name: str) -> int:
-        """Copy one entry to each slower tier; return the bytes that were uploaded.
-
-        Raises OSError, EntryError.
-        """
+    def _send(self, name: str) -> None:
+        """Copy one entry to each slower tier. Raises OSError, EntryError."""
         if not self._far or self._is_sent(name):
-            return 0
+            return
         try:
             data = self._content(name)
         except FileNotFoundError:  # evicted
-            return 0
+            return
         verified(data, self._namespace, name)
         sent = 0
         for tier in self._far:
@@ -339,7 +321,6 @@ class Travel:
         self._change_mark(name, sent=True)
         self.counts["sent"] += 1
         self.counts["sent_nbytes"] += sent
-        return sent
 
     def _content(self, name: str) -> bytes:
         """Return a file's bytes. Raises OSError, UntrustedError."""
@@ -373,15 +354,6 @@ class Travel:
         if mtime_ns is not None:
             with suppress(OSError):
                 set_mtime(fd, chunk, mtime_ns)
-
-
-def _whole_nbytes(tier: Storage, name: str) -> int:
-    """Return an entry's length as a directory has it, by its beginning in any form.
-
-    Raises OSError, EntryError.
-    """
-    head = getattr(tier, "head", lambda _: b"")(name)
-    return parse_entry(head).file_nbytes
 
 
 def whole_batch(name: str, data: bytes | memoryview) -> Batch:

@@ -75,21 +75,6 @@ class BucketTest(DirectoryTest):
             with mock.patch("obstore.get", replaced), self.assertRaises(FileNotFoundError):
                 bucket.get("x", 0, 100)
 
-    def test_mark_harmed(self) -> None:
-        """One harmed answer about the mark is no reason to refuse a cache."""
-        self.put(self.url)
-        place = BucketPath(Bucket.at(self.url))
-        newer = mark_text().replace(b".v1", b".v3")
-        for harmed in (b"{", newer):
-            answers = [harmed, mark_text()]
-            with mock.patch.object(BucketPath, "read", side_effect=answers):
-                claim_bucket(place)
-            with (
-                mock.patch.object(BucketPath, "read", return_value=harmed),
-                self.assertRaisesRegex(ConfigError, MARK),
-            ):
-                claim_bucket(place)
-
     def test_another_layout(self) -> None:
         """Another shape under the same label is refused, as in a directory."""
         self.put(self.url)

@@ -275,20 +275,6 @@ class TierTest(DirectoryTest):
             self.assertEqual(64, vua.get_closest(TOKENS).num_tokens)
         self.assertEqual(0, namespace_of(vua).travel.counts["sent"])
 
-    def test_bandwidth(self) -> None:
-        """What is sent keeps within the limit, and a cache that closes does not wait for it."""
-        slow = VUAConfig(split_factor=16, model="tiny", upload_mib_s=1e-6)
-        began_s = time.monotonic()
-        limit = mock.patch("vua.store.travel._CLOSE_S", 0.2)
-        with limit, self.open("a", slow) as vua:
-            vua.put(TOKENS, KV)
-            until(lambda: namespace_of(vua).travel.counts["sent"] == 1)
-        self.assertLess(time.monotonic() - began_s, 100)
-        self.assertEqual(1, len(self.keys()))
-        with self.open("a") as vua:
-            vua.get_closest(TOKENS)
-            until(lambda: len(self.keys()) == 4)
-
     def test_eviction_spares_what_was_not_sent(self) -> None:
         """What has not travelled stays while other chunks can go, and goes where none can."""
         self.put("a")
