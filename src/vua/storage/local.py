@@ -58,57 +58,6 @@ def version_of(status: FileStatus) -> bytes:
     return b"".join(number.to_bytes(8, sys.byteorder) for number in status.inode)
 
 
-def set_aside(
-    namespace: int, path: str, file: str, name: str, mode: int, if_version: bytes | None
-) -> bool:
-    """Move a file to ``quarantine/``, or delete it if that is full.
-
-    Args:
-        namespace: descriptor of the namespace's directory.
-        path: the file's directory below it.
-        file: its name.
-        name: its name in quarantine, before some random digits.
-        mode: of that directory, if it is made.
-        if_version: :func:`version_of` the file that is meant; None: any.
-
-    Returns whether it is gone (now or before, or replaced by another). Raises nothing.
-    """
-    try:
-        with contextlib.ExitStack() as stack:
-            directory = open_beneath(namespace, path)
-            stack.callback(close_quietly, directory)
-            if if_version is not None:
-                found = os.stat(file, dir_fd=directory, follow_symlinks=False)
-                if version_of(FileStatus.of(found)) != if_version:
-                    return True  # another process has already replaced it
-            aside = make_directory(namespace, QUARANTINE, mode)
-            stack.callback(close_quietly, aside)
-            full = len(os.listdir(aside)) >= MAX_QUARANTINED
-            if not (full and _deleted(file, directory)):
-                kept = f"{name}.{secrets.token_hex(3)}"
-                os.replace(file, kept, src_dir_fd=directory, dst_dir_fd=aside)
-    except FileNotFoundError:
-        return True
-    except OSError:
-        return False
-    return True
-
-
-def _deleted(name: str, directory: int) -> bool:
-    """Delete a file, or an empty directory in a file's place; False if the directory is not empty.
-
-    Raises OSError.
-    """
-    try:
-        os.unlink(name, dir_fd=directory)
-    except IsADirectoryError:
-        try:
-            os.rmdir(name, dir_fd=directory)
-        except OSError:
-            return False
-    return True
-
-
 _REMEMBERED_FILES: Final = 1 << 16
 
 
@@ -548,8 +497,37 @@ class LocalStorage:
     def delete(self, name: str, if_version: bytes | None = None) -> bool:
         """Move a file to ``quarantine/`` (a few are kept there for a look), or delete it."""
         chunk, _, shard = name.partition("/")
-        where = self._fd, chunk_path(chunk), f"{shard}{SUFFIX}"
-        return set_aside(*where, f"{chunk}.{shard}", self._security.directory_mode, if_version)
+        file, kept = f"{shard}{SUFFIX}", f"{chunk}.{shard}.{secrets.token_hex(3)}"
+        try:
+            with contextlib.ExitStack() as stack:
+                folder = open_beneath(self._fd, chunk_path(chunk))
+                stack.callback(close_quietly, folder)
+                if if_version is not None:
+                    found = os.stat(file, dir_fd=folder, follow_symlinks=False)
+                    if version_of(FileStatus.of(found)) != if_version:
+                        return True  # another process has already replaced it
+                aside = make_directory(self._fd, QUARANTINE, self._security.directory_mode)
+                stack.callback(close_quietly, aside)
+                full = len(os.listdir(aside)) >= MAX_QUARANTINED
+                if not (full and _deleted(file, folder)):
+                    os.replace(file, kept, src_dir_fd=folder, dst_dir_fd=aside)
+        except FileNotFoundError:
+            return True
+        except OSError:
+            return False
+        return True
+
+
+def _deleted(name: str, directory: int) -> bool:
+    """Whether a file, or an empty directory in its place, could be deleted. Raises OSError."""
+    try:
+        os.unlink(name, dir_fd=directory)
+    except IsADirectoryError:
+        try:
+            os.rmdir(name, dir_fd=directory)
+        except OSError:
+            return False
+    return True
 
 
 def _inode(status: os.stat_result) -> tuple[int, int]:

@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
 
-from vua.errors import ConfigError, StorageError, explained
+from vua.errors import ConfigError, explaining
 from vua.io.files import atomic_write, make_folder
 from vua.io.posix import close_quietly
 from vua.security.settings import Security, check_owner
@@ -163,30 +163,28 @@ def check_root(
 
     The returned path is absolute, and keeps symbolic links.
     """
-    try:
+    wanted = security or Security()
+    with explaining(str(root)):  # the working directory may be deleted
         path = Path(os.path.abspath(root))
-    except OSError as problem:  # the working directory was deleted
-        raise explained(problem, str(root)) from problem
-    try:
-        if create and not os.path.lexists(path):
-            make_folder(path, (security or Security()).directory_mode)
-        if not path.is_dir():
-            found = "a file" if path.exists() else "nothing"
-            msg = f"{path}: expected a directory, found {found}; name the directory of the cache"
-            raise ConfigError(msg)
-        if security is not None:
-            check_owner(path, security)
-        if create:
-            _claim(path, (security or Security()).file_mode)
-    except FileExistsError as problem:
-        msg = f"{path}: expected a directory, found a file; name the directory of the cache"
-        raise ConfigError(msg) from problem
-    except FileNotFoundError as problem:  # more than the last part is missing
-        raise ConfigError(_missing_above(path)) from problem
-    except NotADirectoryError as problem:
-        raise ConfigError(f"{path}: something above it is a file; name a directory") from problem
-    except OSError as problem:
-        raise explained(problem, str(path)) from problem
+    with explaining(str(path)):
+        try:
+            if create and not os.path.lexists(path):
+                make_folder(path, wanted.directory_mode)
+            if not path.is_dir():
+                found = "a file" if path.exists() else "nothing"
+                msg = (
+                    f"{path}: expected a directory, found {found}; name the directory of the cache"
+                )
+                raise ConfigError(msg)
+            if security is not None:
+                check_owner(path, security)
+            if create:
+                _claim(path, wanted.file_mode)
+        except FileNotFoundError as problem:  # more than the last part is missing
+            raise ConfigError(_missing_above(path)) from problem
+        except NotADirectoryError as problem:
+            msg = f"{path}: something above it is a file; name a directory"
+            raise ConfigError(msg) from problem
     return path
 
 
@@ -198,7 +196,7 @@ def check_start(root: str | os.PathLike[str], security: Security) -> None:
         StorageError: it cannot be searched, made or written to.
     """
     path = Path(os.path.abspath(root))
-    try:
+    with explaining(str(path)):
         there = os.path.lexists(path)
         if there:
             check_root(path, create=False, security=security)
@@ -207,10 +205,6 @@ def check_start(root: str | os.PathLike[str], security: Security) -> None:
             raise ConfigError(_missing_above(path))
         if not os.access(path if there else path.parent, os.W_OK | os.X_OK, effective_ids=True):
             raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
-    except StorageError:
-        raise
-    except OSError as problem:
-        raise explained(problem, str(path)) from problem
 
 
 def _missing_above(path: Path) -> str:

@@ -108,14 +108,8 @@ class ParentNotes:
             if len(self._known) < (_LEAST if old else _AT_ONCE):
                 return
             known, self._known = self._known, []
-        for some in _parts(known):
-            with suppress(OSError):  # then `vua gc` reads headers
-                write_parents(self._bucket_path, some)
-
-
-def _parts(known: Sequence[tuple[str, str]]) -> Iterator[Sequence[tuple[str, str]]]:
-    for start in range(0, len(known), FULL):
-        yield known[start : start + FULL]
+        with suppress(OSError):  # then `vua gc` reads headers
+            write_parents(self._bucket_path, known)
 
 
 log = logging.getLogger(__name__)
