@@ -22,7 +22,7 @@ import re
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
-from datetime import datetime, timedelta, timezone
+from datetime import timedelta
 from pathlib import Path
 from typing import Any, Final
 from urllib.parse import urlsplit
@@ -409,30 +409,9 @@ def _from_session(url: str, session: Any, identity: str) -> tuple[str, dict[str,
             msg = f"{url}: {where} has no credentials; run `aws configure` or `aws sso login`"
             raise ConfigError(msg)
         return identity, options
-    options["credential_provider"] = functools.partial(_lend, credentials, url, where)
+    lender = importlib.import_module("obstore.auth.boto3").Boto3CredentialProvider
+    options["credential_provider"] = lender(session, ttl=_LENT)
     return f"{where} ({credentials.method})", options
-
-
-def _lend(credentials: Any, url: str, where: str) -> dict[str, Any]:
-    """Return credentials in obstore's form. Raises StorageError, which obstore passes on."""
-    try:
-        frozen = credentials.get_frozen_credentials()
-    except Exception as problem:  # noqa: BLE001 - of many packages, as an SSO that has ended
-        msg = f"{url}: {where} gives no credentials: {problem}"
-        raise StorageError(errno.EACCES, msg) from None
-    for name in ("access_key", "secret_key", "token"):
-        value = getattr(frozen, name)
-        if value is None and name == "token":
-            continue
-        if not value or not re.fullmatch(r"[\x21-\x7e]+", value):
-            msg = f"{url}: {where} holds an unusable {name} (empty, or with a space or line break)"
-            raise StorageError(errno.EACCES, msg)
-    return {
-        "access_key_id": frozen.access_key,
-        "secret_access_key": frozen.secret_key,
-        "token": frozen.token,
-        "expires_at": datetime.now(timezone.utc) + _LENT,
-    }
 
 
 # -- GCS, Azure ---------------------------------------------------------------------------------

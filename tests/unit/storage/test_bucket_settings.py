@@ -154,17 +154,14 @@ class SettingsTest(DirectoryTest):
         )
         (self.root / ".aws" / "credentials").write_text(
             "[mine]\naws_access_key_id = A\naws_secret_access_key = geheim\n"
-            "[broken]\naws_access_key_id = A\naws_secret_access_key =\n"
         )
         settings = {"AWS_PROFILE": "mine", "AWS_ALLOW_HTTP": "true"}
         with mock.patch.dict(os.environ, settings), VUA(CONFIG, self.url()) as vua:
             self.assertEqual(3, vua.put(TOKENS, KV))
             self.assertEqual(12, vua.get_closest(TOKENS).num_tokens)
-        for profile in ("nobody", "broken"):
-            with mock.patch.dict(os.environ, {**settings, "AWS_PROFILE": profile}):
-                with self.assertRaisesRegex(VUAError, profile) as refused:
-                    VUA(CONFIG, self.url())
-                self.assertNotIn("geheim", str(refused.exception))
+        refused = self.assertRaisesRegex(VUAError, "nobody")
+        with mock.patch.dict(os.environ, {**settings, "AWS_PROFILE": "nobody"}), refused:
+            VUA(CONFIG, self.url())
         without = mock.patch.dict("sys.modules", {"botocore.session": None})
         refused = self.assertRaisesRegex(ConfigError, "AWS_PROFILE.*boto3")
         with mock.patch.dict(os.environ, settings), without, refused:
