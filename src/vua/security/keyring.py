@@ -17,8 +17,8 @@ import os
 import secrets
 import stat
 import time
+from collections import defaultdict
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, Literal
 
@@ -63,16 +63,6 @@ class NoKeyError(ConfigError):
         return error
 
 
-@dataclass(slots=True)
-class _Minute:
-    """The log lines about one kind of fault since the minute began."""
-
-    began_s: float
-    keys: set[str] = field(default_factory=set)
-    left: int = 0
-    """Faults that got no line."""
-
-
 class KeyFaults:
     """Logs faults of keys: each key once a minute, and some keys a minute per kind of fault.
 
@@ -81,27 +71,21 @@ class KeyFaults:
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        self._clock = clock
-        self._minutes: dict[str, _Minute] = {}
-        self._lock = new_lock()
+        self._clock, self._lock = clock, new_lock()
+        self._minute, self._told = -1, defaultdict[str, set[str]](set)
 
     def tell(self, problem: NoKeyError, what: str, to: logging.Logger = log) -> None:
         """Log that ``what`` (such as "not cached") follows from a key's fault."""
+        minute = int(self._clock() // _FAULT_S)
         with self._lock:
-            now_s, left = self._clock(), 0
-            minute = self._minutes.get(problem.fault)
-            if minute is None or now_s - minute.began_s >= _FAULT_S:
-                left = 0 if minute is None else minute.left
-                minute = self._minutes[problem.fault] = _Minute(now_s)
-            is_new = problem.key not in minute.keys
-            speaks = is_new and len(minute.keys) < _FAULTS
-            if speaks:
-                minute.keys.add(problem.key)
-            minute.left += is_new and not speaks
-        if left:
-            to.warning("%d more faults of keys (%s) in the last minute", left, problem.fault)
-        if speaks:
-            to.warning("%s: %s", what, problem)
+            if minute != self._minute:
+                self._minute = minute
+                self._told.clear()
+            told = self._told[problem.fault]
+            if problem.key in told or len(told) >= _FAULTS:
+                return
+            told.add(problem.key)
+        to.warning("%s: %s", what, problem)
 
 
 def tenant_of(salt: bytes) -> str:
