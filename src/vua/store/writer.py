@@ -9,8 +9,10 @@ any name. :class:`Writers` finds the writers of a prompt's chunks by reading few
 
 from __future__ import annotations
 
+import functools
 import logging
 import math
+import os
 import re
 import secrets
 import socket
@@ -26,7 +28,6 @@ from vua.errors import InputError, StorageFullError
 from vua.format.entry import ENCRYPTED, PLAIN, EntryCodec
 from vua.format.keys import ChunkKey, Keys
 from vua.format.layout import Shard, cover, payload_map
-from vua.io.forks import watch
 from vua.io.posix import page_aligned
 from vua.native import MemoryMap, Transfer, blocks_of
 from vua.security.keyring import NoKeyError
@@ -61,22 +62,15 @@ def same_setup(writer: bytes, other: bytes) -> bool:
     return all(of_one) and len({found.group() for found in of_one if found}) == 1
 
 
-class _Process:
-    def __init__(self) -> None:
-        self.after_fork()
-        watch(self)
-
-    def after_fork(self) -> None:
-        """Draw another number: a forked process is another writer."""
-        self.number = secrets.token_hex(8)
-
-
-_process: Final = _Process()
+@functools.lru_cache(maxsize=1)
+def _number_of(process: int) -> str:  # a forked process is another writer
+    del process
+    return secrets.token_hex(8)
 
 
 def process_writer(engine: str) -> str:
     """Return this process's name as a writer; ``engine`` is the kind of engine."""
-    return f"{engine} {_process.number} {socket.gethostname()}"
+    return f"{engine} {_number_of(os.getpid())} {socket.gethostname()}"
 
 
 def in_words(writer: bytes) -> str:
@@ -90,22 +84,6 @@ class WriterNames(set[bytes]):
     def __contains__(self, writer: object) -> bool:
         self.add(writer)  # type: ignore[arg-type]
         return True
-
-
-class _Stretches:
-    def __init__(self, first: int) -> None:
-        self.edges, self.names = {first}, dict[int, frozenset[bytes]]()
-
-    def begin(self, at: int, names: frozenset[bytes]) -> None:
-        self.edges.add(at)
-        self.names[at] = names
-
-    def insert(self, at: int, names: frozenset[bytes], stop: int) -> None:
-        """Give one chunk other writers than the stretch around it."""
-        around = self.names[max(edge for edge in self.edges if edge <= at)]
-        if at + 1 < stop and at + 1 not in self.edges:
-            self.begin(at + 1, around)
-        self.begin(at, names)
 
 
 class Writers:
@@ -130,24 +108,28 @@ class Writers:
         """
         if first >= stop:
             return ()
-        found = _Stretches(first)
-        found.names[first], reads = self._of(keys[first]), _MOST_READS
-        found.names[stop - 1] = self._of(keys[stop - 1])
-        todo = [(first, stop - 1)]
+        names = {first: self._of(keys[first]), stop - 1: self._of(keys[stop - 1])}
+        edges, todo, reads = {first}, [(first, stop - 1)], _MOST_READS
         while todo:
             low, high = todo.pop()
-            if found.names[low] == found.names[high]:
+            if names[low] == names[high]:
                 continue
             if high - low == 1 or not reads:
-                found.begin(low + 1, found.names[high])
+                edges.add(low + 1)
+                names[low + 1] = names[high]
                 continue
             middle, reads = (low + high) // 2, reads - 1
-            found.names[middle] = self._of(keys[middle])
+            names[middle] = self._of(keys[middle])
             todo += [(low, middle), (middle, high)]
         for at in range(first, stop) if self._odd else ():
             if (odd := self._odd.get(keys[at].prefix_hash)) is not None:
-                found.insert(at, odd, stop)
-        return tuple((at, found.names[at]) for at in sorted(found.edges))
+                around = names[max(edge for edge in edges if edge <= at)]
+                if at + 1 < stop and at + 1 not in edges:
+                    edges.add(at + 1)
+                    names[at + 1] = around
+                edges.add(at)
+                names[at] = odd
+        return tuple((at, names[at]) for at in sorted(edges))
 
     def _of(self, key: ChunkKey) -> frozenset[bytes]:
         found = self._known.get(key.prefix_hash)
