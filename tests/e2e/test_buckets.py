@@ -95,14 +95,6 @@ class BucketTest(EngineTest):
         control = self.on("c", BATCH, url=self.server.place())
         self.assertEqual(([expected], [0]), (control.tokens, control.cached))
 
-    def test_on_the_bucket_alone(self) -> None:
-        """Without a directory, too."""
-        (expected,) = self.baseline(BATCH)
-        cold, warm = (self.on_the_bucket(BATCH) for _ in range(2))
-        self.assertEqual([[expected]] * 2, [cold.tokens, warm.tokens])
-        self.assertEqual([[0], [640]], [cold.cached, warm.cached])
-        self.assertEqual(640, warm.counts["tokens_loaded"])
-
     def keys_of(self, *salts: str) -> dict[str, Any]:
         """Give an engine keys of tenants, each made once; return its settings."""
         at = self.root.with_name("-".join(salts))

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import itertools
 import json
-import re
 import struct
 import unittest
 from unittest import mock
 
 import numpy as np
-import xxhash
 
 from forgery import checksums_of
 from helpers import keys_of
@@ -18,7 +16,7 @@ from vua.errors import CorruptEntryError, ForeignEntryError, LayoutError
 from vua.format.entry import EntryCodec
 from vua.format.keys import ChunkKey
 from vua.format.layout import KVLayout, Shard
-from vua.format.parse import EntryInfo, encode_header, mismatch, parse_entry
+from vua.format.parse import encode_header, mismatch, parse_entry
 from vua.store.entry_reader import verified
 
 NAMESPACE = "0123456789abcdef" * 4
@@ -40,21 +38,6 @@ def header_of(
 ) -> bytes:
     codec = codec or EntryCodec(NAMESPACE, LAYOUT, LAYOUT.full)
     return encode_header(codec, key, np.arange(codec.blocks, dtype=np.uint64), writer=writer)
-
-
-def resealed(header: bytes, old: bytes, new: bytes) -> bytes:
-    """A header with one part exchanged, and everything set right that a liar would set right."""
-    nbytes = struct.unpack("<Q", header[:8])[0]
-    text = header[8 : 8 + nbytes]
-    if old not in text:
-        raise ValueError(old)
-    text = text.rstrip(b" ").replace(old, new, 1)
-    table = header[8 + nbytes :]
-    text += b" " * (-(8 + len(text) + len(table)) % 4096)
-    whole = struct.pack("<Q", len(text)) + text + table
-    blank = re.sub(rb'"check":"[0-9a-f]{16}', b'"check":"' + b"0" * 16, whole, count=1)
-    check = b'"check":"%016x' % xxhash.xxh3_64_intdigest(blank)
-    return blank.replace(b'"check":"' + b"0" * 16, check, 1)
 
 
 class TestRoundTrip(unittest.TestCase):
@@ -86,10 +69,6 @@ class TestRoundTrip(unittest.TestCase):
                     expected, check_header(codec, memoryview(bytearray(header)), key)
                 )
 
-    def test_more_bytes_follow(self) -> None:
-        """The payload behind a header is none of the parser's business."""
-        self.assertIsInstance(parse_entry(header_of() + b"payload"), EntryInfo)
-
     def test_writer_cannot_break_out(self) -> None:
         """Whatever a writer is called, the header stays valid and of the same length."""
         codec = EntryCodec(NAMESPACE, LAYOUT, LAYOUT.full)
@@ -101,15 +80,6 @@ class TestRoundTrip(unittest.TestCase):
                 self.assertRegex(info.writer, r"\A[A-Za-z0-9 ./_+:-]*\Z")
                 self.assertEqual(len(header_of(codec)), len(header))
                 check_header(codec, memoryview(header), SECOND)
-
-    def test_blocks(self) -> None:
-        """The blocks' sizes add up to the payload."""
-        deep = KVLayout(layers=11, kv_heads=2, k_dim=64, v_dim=32, dtype="F32", chunk_tokens=128)
-        for shard in (deep.full, Shard(1, 10, 0, 1), Shard(3, 4, 1, 2)):
-            codec = EntryCodec(NAMESPACE, deep, shard)
-
-            self.assertEqual(codec.blocks, len(codec.block_nbytes()))
-            self.assertEqual(codec.file_nbytes - codec.header_nbytes, sum(codec.block_nbytes()))
 
     def test_refused(self) -> None:
         """What no file could hold is refused."""
@@ -185,63 +155,6 @@ class TestDamage(unittest.TestCase):
                 with self.assertRaisesRegex(ForeignEntryError, "expected chunk") as caught:
                     check_header(codec, memoryview(header), SECOND)
                 self.assertEqual(misplaced, caught.exception.misplaced)
-
-    def test_hostile(self) -> None:
-        """A header whose self-check is right but whose claims are not is refused.
-
-        `implementations/conformance/cases.json` has more of these.
-        """
-        header = header_of()
-        short, long = SECOND.name[:-2].encode(), SECOND.parent.hex().encode() + b"00"
-        cases = {
-            "an upper case namespace": (NAMESPACE.encode(), NAMESPACE.upper().encode()),
-            "a shard that is none": (b"l0-3.h0-4", b"l3-0.h0-4"),
-            "a shard with zeros": (b"l0-3.h0-4", b"l00-3.h0-4"),
-            "more layers": (b'"layers":"3"', b'"layers":"2"'),
-            "negative heads": (b'"kv_heads":"4"', b'"kv_heads":"-4"'),
-            "layers without end": (b'"layers":"3"', b'"layers":"' + b"9" * 3000 + b'"'),
-            "layers that no int may have": (b'"layers":"3"', b'"layers":"' + b"9" * 5000 + b'"'),
-            "digits of another script": (b'"layers":"3"', '"layers":"٣"'.encode()),
-            "tokens that are no chunk": (b"0000000004-0000000008", b"0000000004-0000000009"),
-            "tokens backwards": (b"0000000004-0000000008", b"0000000008-0000000004"),
-            "no position": (b"0000000004-0000000008", b"aaaaaaaaaa-bbbbbbbbbb"),
-            "a dtype of another size": (b"BF16", b"F32"),
-            "a huge row": (b"[4,3,4,8]", b"[4,3,4,800000000000]"),
-            "a short shape": (b"[4,3,4,8]", b"[4,3,4]"),
-            "no shape": (b"[4,3,4,8]", b"null"),
-            "fractions": (b"[4,3,4,8]", b"[4,3,4,8.5]"),
-            "other heads than the shard": (b"[4,3,4,8]", b"[5,3,4,8]"),
-            "offsets that overlap": (b'"data_offsets":[0,64]', b'"data_offsets":[0,128]'),
-            "no K": (b'"k":{', b'"q":{'),
-            "no checksums": (b'"checksums":{', b'"checksumz":{'),
-            "no tokens": (b'"tokens"', b'"tokenz"'),
-            "a writer of its own length": (b'"writer":"', b'"writer":"more'),
-            "a short digest": (SECOND.name.encode(), short),
-            "a digest with a space": (SECOND.name.encode(), SECOND.name[:-1].encode() + b" "),
-        }  # fmt: skip
-        attacks = {name: resealed(header, *pair) for name, pair in cases.items()}
-        both = resealed(header, SECOND.name.encode(), short)
-        attacks |= {
-            "digests of 31 and 33 bytes": resealed(both, SECOND.parent.hex().encode(), long),
-            "zeros": bytes(len(header)),
-            "a list": struct.pack("<Q", 2) + b"[]" + header[10:],
-            "no metadata": struct.pack("<Q", 2) + b"{}" + header[10:],
-            "metadata that are a list": struct.pack("<Q", 19) + b'{"__metadata__":[]}',
-            "deep nesting": struct.pack("<Q", 200_000) + b"[" * 200_000,
-            "no text": struct.pack("<Q", 4) + b"\xff\xfe\xfd\xfc",
-            "a number": struct.pack("<Q", 1) + b"1",
-            "more than one MiB": struct.pack("<Q", 2 << 20) + b" " * (2 << 20),
-        }
-        codec = EntryCodec(NAMESPACE, LAYOUT, LAYOUT.full)
-        for name, data in attacks.items():
-            with self.subTest(name):
-                with self.assertRaises(CorruptEntryError) as caught:
-                    parse_entry(data)
-                self.assertLess(len(str(caught.exception)), 500)
-                with self.assertRaises(CorruptEntryError):
-                    check_header(codec, memoryview(data), SECOND)
-        unchanged = resealed(header, b'"layers":"3"', b'"layers":"3"')
-        self.assertEqual(header, unchanged)
 
     def test_json_is_what_was_meant(self) -> None:
         """The header is plain JSON without white space, in the order of docs/format.md."""

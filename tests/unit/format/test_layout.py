@@ -9,8 +9,7 @@ from hypothesis import strategies as st
 from layouts import DEEP, SMALL, cells, shards
 from properties import given
 from vua.errors import LayoutError
-from vua.format.layout import ITEMSIZE, KVLayout, Shard, cover
-from vua.serdes import DTYPES
+from vua.format.layout import KVLayout, Shard, cover
 
 
 class TestKVLayout(unittest.TestCase):
@@ -53,12 +52,6 @@ class TestKVLayout(unittest.TestCase):
         ):  # fmt: skip
             with self.subTest(name, value=value), self.assertRaises(LayoutError):
                 KVLayout(**SMALL.describe() | {name: value})
-
-    def test_item_sizes(self) -> None:
-        """Every dtype that torch has in common with safetensors has its size."""
-        for name, dtype in DTYPES.items():
-            if not dtype.is_complex:
-                self.assertEqual(dtype.itemsize, ITEMSIZE[name], name)
 
 
 class TestShard(unittest.TestCase):

@@ -176,25 +176,6 @@ class TestListChunks(DirectoryTest):
         self.assertEqual(5000, len(first))
         self.assertEqual(first, second)
 
-    def test_deleted(self) -> None:
-        """A directory that was deleted after it was opened is empty."""
-        (self.root / "gone").mkdir()
-        fd = os.open(self.root / "gone", os.O_RDONLY | os.O_DIRECTORY)
-        self.addCleanup(os.close, fd)
-        (self.root / "gone").rmdir()
-        self.assertEqual([{}, {}], self.listed(fd))
-
-    def test_no_directory(self) -> None:
-        """Nothing is open any more after an error."""
-        (self.root / "file").write_bytes(b"")
-        fd = os.open(self.root / "file", os.O_RDONLY)
-        self.addCleanup(os.close, fd)
-        before = descriptors(self.root)
-        for listing in (native.list_chunks, fallback.list_chunks):
-            with self.assertRaises(NotADirectoryError):
-                listing(fd)
-        self.assertEqual(before, descriptors(self.root))
-
     def test_sizes(self) -> None:
         """Bytes of regular files alone; why a directory cannot be opened; no descriptor stays."""
         one, none, link, file = (letter * 64 for letter in "abcd")

@@ -6,17 +6,14 @@ import ctypes
 import hashlib
 import math
 import os
-import threading
 import time
 import unittest
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from itertools import permutations, product
 from pathlib import Path
 from unittest import mock
 
 import numpy as np
-import numpy.typing as npt
 import pytest
 
 from helpers import (
@@ -221,38 +218,6 @@ class TestLoad(DirectoryTest):
             with self.subTest(uids):
                 self.assertEqual(expected, self.load(uids=uids))
 
-    def test_cold(self) -> None:
-        """Files that are not in the page cache are read all the same, in small batches too."""
-        for stop in (1, CHUNKS):
-            for path in self.files():
-                handle = os.open(path, os.O_RDONLY)
-                os.fsync(handle)
-                os.posix_fadvise(handle, 0, 0, os.POSIX_FADV_DONTNEED)
-                os.close(handle)
-            self.assertEqual(stop, self.load(stop=stop))
-
-    def test_while_python_runs(self) -> None:
-        """Other threads of Python go on during a large batch: the GIL is released."""
-        held = []
-        stop = threading.Event()
-
-        def watch() -> None:
-            while not stop.is_set():
-                held.append(None)
-
-        thread = threading.Thread(target=watch)
-        thread.start()
-        try:
-            calls = []
-            for _ in range(5):
-                before = len(held)
-                self.load()
-                calls.append(len(held) - before)
-        finally:
-            stop.set()
-            thread.join()
-        self.assertGreater(max(calls), 0)
-
 
 @unittest.skipUnless(has_native(), NOT_BUILT)
 class TestSharedFiles(DirectoryTest):
@@ -310,21 +275,6 @@ class TestSharedFiles(DirectoryTest):
                 path.write_bytes(sound)  # it was taken out of sight
                 self.assertEqual(self.files_count, self.load(threads)[0].chunks)
                 self.assertEqual(before, descriptors(self.root))
-
-    def test_unreadable_part(self) -> None:
-        """Threads that end at a part that cannot be read leave no file open."""
-        layout, paths = self.layout, [str(path.relative_to(self.root)) for path in self.files()]
-        memory = Memory(layout, layout.full, self.files_count)
-        transfer = self.store.transfer(layout.full, layout.full, layout.full, memory.map())
-        reads = transfer.plan.reads.copy()
-        reads["offset"][2] = transfer.file_nbytes  # nothing is there
-        transfer.reads = reads.ctypes.data
-        before, directory = descriptors(self.root), Directory(self.storage.fileno())
-        for threads in (1, 2, 8):
-            into = native.Headers(transfer.plan, len(paths))
-            with mock.patch.multiple(entries, THREADS=threads, CORES=2 * threads):
-                self.assertEqual(0, native.read_entries(transfer, directory, paths, 0, into))
-            self.assertEqual(before, descriptors(self.root))
 
 
 @unittest.skipUnless(has_native(), NOT_BUILT)
@@ -526,27 +476,6 @@ class TestMove(unittest.TestCase):
                 with mock.patch.object(entries, "_STREAMED_NBYTES", 0 if stream else 1 << 40):
                     native.copy_strided([boxes])
                 np.testing.assert_array_equal(expected, memory)
-
-    def test_many_at_once(self) -> None:
-        """Threads that call it at the same time, each with helpers, get their own copies."""
-        native.library()
-        source = np.random.default_rng(8).integers(0, 1 << 16, (64, 4, 64, 128), dtype=np.uint16)
-        targets = [np.zeros((64, 4, 128, 64), dtype=np.uint16) for _ in range(4)]
-
-        def copy(target: npt.NDArray[np.uint16]) -> None:
-            _, head, dim, token = target.strides
-            first = (
-                side.ctypes.data + np.arange(64) * side.strides[0] for side in (target, source)
-            )
-            steps = (head, token, dim), source.strides[1:]
-            boxes = native.StridedCopy((4, 128, 2), *steps, *first, np.full(64, 64))
-            for _ in range(20):
-                native.copy_strided([boxes])
-
-        with ThreadPoolExecutor(4) as pool:
-            list(pool.map(copy, targets))
-        for target in targets:
-            self.assertTrue(np.array_equal(source, target.transpose(0, 1, 3, 2)))
 
 
 class TestMoveInPython(TestMove):

@@ -8,7 +8,6 @@ import os
 import platform
 import re
 import shutil
-import signal
 import subprocess
 import sys
 import unittest
@@ -103,13 +102,6 @@ class TestLibrary(DirectoryTest):
         self.assert_python("is damaged")
 
     @unittest.skipUnless(has_native(), NOT_BUILT)
-    def test_damage_would_crash(self) -> None:
-        """Control: without the check such a library ends the process."""
-        self.library.write_bytes(self.library.read_bytes()[:4096])
-        done = self.look("unchecked")
-        self.assertIn(-done.returncode, (signal.SIGBUS, signal.SIGSEGV), done.stderr)
-
-    @unittest.skipUnless(has_native(), NOT_BUILT)
     def test_other_version(self) -> None:
         """A library of other C files than those beside it is not loaded."""
         with (self.folder / "load.h").open("a") as header:
@@ -124,12 +116,6 @@ class TestLibrary(DirectoryTest):
             with self.subTest(why):
                 self.library.write_bytes(compiled + stamp.stamp(compiled, built_from))
                 self.assert_python(why)
-
-    def test_unreadable(self) -> None:
-        """Something else in its place costs the library, not the process."""
-        self.library.unlink(missing_ok=True)
-        self.library.mkdir()
-        self.assert_python("directory")
 
     @pytest.mark.thorough
     def test_missing(self) -> None:
@@ -224,23 +210,6 @@ class TestBuild(DirectoryTest):
         self.assertIsNotNone(stamp.fault_of(path.read_bytes(), first))
         self.assertIsNone(stamp.fault_of(path.read_bytes(), stamp.sources_digest(self.folder)))
 
-    def test_failing_compiler(self) -> None:
-        """A compiler that fails is quoted; what was there stays, and nothing else."""
-        path = stamp.library_path(self.folder, platform.machine())
-        path.write_text("older")
-        before = self.snapshot()
-        environment = self.fake_compiler("echo no such luck >&2; exit 1")
-        with (
-            mock.patch.dict(os.environ, environment),
-            self.assertRaisesRegex(hatch_build.BuildError, "-some-option.*\n.*no such luck"),
-        ):
-            hatch_build.build_in_place()
-        del before["native/" + path.name]
-        after = self.snapshot()
-        self.assertEqual(b"older", after.pop("native/" + path.name))
-        after.pop("my cc")
-        self.assertEqual(before, after)
-
     def test_wheel(self) -> None:
         """A wheel for this platform has the library and says so in its tag."""
         script = 'while [ "$1" != -o ]; do shift; done; echo compiled > "$2"'
@@ -272,23 +241,6 @@ class TestBuild(DirectoryTest):
                 self.assertRaisesRegex(hatch_build.BuildError, tag),
             ):
                 self.hook()
-
-    def test_release(self) -> None:
-        """A release's compiler is told the machine and the glibc of its tag."""
-        command, machine = hatch_build.release_compiler("manylinux_2_17_aarch64")
-        self.assertEqual("aarch64", machine)
-        self.assertIn("aarch64-linux-gnu.2.17", command)
-        for tag, needed in (
-            ("manylinux_2_17_aarch64", ["ziglang"]),
-            ("pure", []),
-            ("", []),
-            (None, []),
-        ):
-            with mock.patch.dict(os.environ):
-                os.environ.pop("VUA_WHEEL", None)
-                if tag is not None:
-                    os.environ["VUA_WHEEL"] = tag
-                self.assertEqual(needed, new_hook().dependencies())
 
     def test_for_every_processor(self) -> None:
         """Nothing is compiled for the machine that compiles."""

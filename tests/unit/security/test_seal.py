@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import hashlib
-import io
 import itertools
 import logging
 import os
@@ -29,11 +27,10 @@ from helpers import (
     save_chunk,
 )
 from seals import CHUNKS, DEEP, KINDS, LATENT, NAMESPACE, SMALL, SealTest
-from vua.cli import main
 from vua.core import VUA, VUAConfig
 from vua.errors import ConfigError
 from vua.format.entry import PLAIN, EntryCodec, SealInfo
-from vua.format.keys import KeyChain, Naming, token_ids
+from vua.format.keys import KeyChain, token_ids
 from vua.format.layout import KVLayout, Shard
 from vua.format.parse import EntryInfo, parse_entry
 from vua.security.keyring import (
@@ -157,19 +154,6 @@ class TestNames(SealTest):
         distinct = {part for part in seen if part}
 
         self.assertEqual(len(namings) * 4, len(distinct))  # 3 names, and one parent by extras
-
-    def test_guess(self) -> None:
-        """Who knows a chunk's name and the tokens after it cannot tell the next one's name."""
-        chain = KeyChain(token_ids(range(8)), 4, naming=Naming("", b"k" * 32))
-        plain = KeyChain(token_ids(range(8)), 4)
-        self.assertEqual(
-            plain[1].prefix_hash,
-            hashlib.sha256(plain[0].prefix_hash + token_ids(range(4, 8))).digest(),
-        )
-        self.assertNotEqual(
-            chain[1].prefix_hash,
-            hashlib.sha256(chain[0].prefix_hash + token_ids(range(4, 8))).digest(),
-        )
 
     def test_pins(self) -> None:
         """Pins of the library hold what is stored under secret names, and only with the key."""
@@ -495,39 +479,3 @@ class TestKeys(SealTest):
                 keyring.naming(salt)
         without = Keyring(NAMESPACE, Security(key_file=str(self.key)))
         self.assertEqual("", without.naming(b"carol").tenant)
-
-
-class TestTools(SealTest):
-    """The command line without keys."""
-
-    def run_cli(self, *words: str) -> tuple[int, str]:
-        with contextlib.redirect_stdout(io.StringIO()) as out:
-            code = main(words)
-        return code, out.getvalue()
-
-    def test_tools(self) -> None:
-        """ls, verify, inspect, du and gc work; verify finds damage and what needs a key."""
-        store = self.store(security=self.security(encrypt=True))
-        keys, _ = self.save(store)
-        self.save(store, b"bob")
-        cache = str(self.root / "cache")
-        for words in (["ls"], ["du"], ["gc"]):
-            self.assertEqual(0, self.run_cli(*words, cache)[0])
-        self.assertEqual(2 * CHUNKS, len(list((self.root / "cache").rglob("*.safetensors"))))
-        code, text = self.run_cli("verify", cache)
-        self.assertEqual(0, code)
-        self.assertIn("who wrote them needs the key", text)
-        self.assertIn("aes-256-gcm", self.run_cli("inspect", str(self.file(keys)))[1])
-        flip(self.file(keys), 5000)
-        self.assertEqual(1, self.run_cli("verify", cache)[0])
-
-    def test_key(self) -> None:
-        """`vua key` makes keys that work, once."""
-        path = self.root / "made"
-        self.assertEqual(0, self.run_cli("key", str(path))[0])
-        made = read_key(path)
-        self.assertEqual(0, self.run_cli("key", str(path))[0])
-        self.assertEqual(made, read_key(path))
-        self.assertEqual(0, self.run_cli("key", str(self.keys), "--salt", "carol")[0])
-        security = Security(tenant_keys=str(self.keys))
-        self.assertIsNotNone(Keyring(NAMESPACE, security).naming(b"carol"))

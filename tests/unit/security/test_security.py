@@ -33,10 +33,9 @@ from vua.core import VUA, VUAConfig
 from vua.errors import ConfigError, StorageError
 from vua.format.identity import Identity
 from vua.format.keys import KeyChain, token_ids
-from vua.format.layout import KVLayout, Shard
 from vua.security.keyring import Keyring, write_key
 from vua.security.settings import Security
-from vua.storage.mark import MARK, claim
+from vua.storage.mark import claim
 
 TOKENS = torch.arange(24)
 CACHE = caches_of(layers=2, heads=2, tokens=24, dim=16)
@@ -358,27 +357,6 @@ class TestNames(SecurityTest):
         self.assertEqual(4 * len(names), len(seen))
         self.assertEqual({64}, {len(name) for name in seen})
         self.assertEqual(set(), set("".join(seen)) - set("0123456789abcdef"))
-
-    def test_nothing_outside(self) -> None:
-        """Stored under such models, all lies below the directory, each under its own name."""
-        layout = KVLayout(1, 1, 2, 2, "F32", 1)
-        kv = [[torch.ones(1, 1, 1, 2), torch.ones(1, 1, 1, 2)]]
-        names = hostile_names(12)
-        for number, name in enumerate(names):
-            with VUA(VUAConfig(split_factor=1, model=name, threads=1), self.cache) as vua:
-                self.assertEqual(1, vua.put(torch.tensor([number]), kv))
-        inside = [path for path in self.cache.iterdir() if path.name not in (".upkeep", MARK)]
-
-        self.assertEqual({"cache"}, {path.name for path in self.root.iterdir()})
-        self.assertEqual(len(names), len(inside))
-        self.assertEqual(len(names), len(list(self.cache.rglob(f"{layout.full.name}.*"))))
-
-    def test_shard_names(self) -> None:
-        """What is no shard's name is never taken for one, however it is spelled."""
-        known = {"l0-1.h0-1"}
-        names = [*hostile_names(500), "l0-1.h0-1\n", "l00-1.h0-1", "l-1-1.h0-1", "l١-٢.h0-1"]  # noqa: RUF001
-        self.assertEqual(set(), {name for name in names if Shard.parse(name)} - known)
-        self.assertIsNotNone(Shard.parse(*known))
 
 
 class TestPage(unittest.TestCase):

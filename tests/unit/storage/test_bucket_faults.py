@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import resource
 import time
 import unittest
 from collections.abc import Callable
@@ -119,37 +118,6 @@ class FaultTest(ProxiedTest):
             self.go_on()
             self.assertEqual(128, self.found(vua))
             self.assertEqual(CHUNKS, vua.put(TOKENS + 1000, KV))
-
-    def test_bucket_deleted(self) -> None:
-        """It is a miss; here the server makes the bucket anew when something is written."""
-        boto3 = pytest.importorskip("boto3")
-        s3 = boto3.session.Session().client("s3", endpoint_url=seaweedfs().endpoint)
-        name = f"gone-{self.url.rpartition('/')[2]}"
-        s3.create_bucket(Bucket=name)
-        with VUA(CONFIG, f"s3://{name}/x") as vua:
-            vua.put(TOKENS, KV)
-            self.assertEqual(128, self.found(vua))
-            for one in s3.list_objects_v2(Bucket=name)["Contents"]:
-                s3.delete_object(Bucket=name, Key=one["Key"])
-            s3.delete_bucket(Bucket=name)
-            self.assertEqual(0, self.found(vua))
-            self.assertEqual(CHUNKS, vua.put(TOKENS, KV))
-            self.assertEqual(128, self.found(vua))
-
-    def test_near_disk_full(self) -> None:
-        """What comes from the bucket is used all the same, and is not written back."""
-        places = [str(self.root / "near"), self.url]
-        limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-        with VUA(CONFIG, places) as vua:
-            vua.get_closest(TOKENS[:0])
-            resource.setrlimit(resource.RLIMIT_FSIZE, (30_000, limits[1]))
-            try:
-                self.assertEqual(128, self.found(vua))
-                with self.assertRaises(StorageError):
-                    vua.put(TOKENS + 1000, KV)
-            finally:
-                resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-        self.assertEqual([], list((self.root / "near").rglob("*.safetensors")))
 
 
 class BreakerTest(ProxiedTest):

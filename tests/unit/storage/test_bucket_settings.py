@@ -138,13 +138,6 @@ class SettingsTest(DirectoryTest):
             self.assertRegex("".join(said.output), f"{endpoint}.*connection refused")
 
     @pytest.mark.thorough
-    def test_https_to_http(self) -> None:
-        """A server without TLS is told apart."""
-        endpoint = moto().replace("http:", "https:")
-        with speaking_to(endpoint), self.assertRaisesRegex(StorageError, "does not speak TLS"):
-            Bucket.at(self.url()).head("x")
-
-    @pytest.mark.thorough
     def test_profile(self) -> None:
         """A profile's credentials, region and endpoint are used, as by boto3."""
         pytest.importorskip("botocore")

@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import random
-
 import numpy as np
-import pytest
 
-from helpers import DirectoryTest, Memory, flip, has_native, keys_of, model_arrays, save_chunk
+from helpers import DirectoryTest, Memory, has_native, keys_of, model_arrays, save_chunk
 from speed import cool, direct_works, is_cold
 from vua.format.identity import Identity
 from vua.format.layout import KVLayout
-from vua.storage.local import FirstReads, LocalStorage
 from vua.store.namespace import Namespace
 
 PAGE = 4096
@@ -59,35 +55,3 @@ class TestDirectReads(DirectoryTest):
                         np.testing.assert_array_equal(want, got)
                     self.assertEqual(expected, sum(map(is_cold, paths)))
             store.close()
-
-    @pytest.mark.thorough
-    def test_flipped_bits(self) -> None:
-        """A flipped bit of a cold file is a miss wherever it is; control: without one it is not."""
-        if not has_native():
-            self.skipTest("native code is not built: python3 dev.py build")
-        if (why_not := direct_works(self.root)) is not None:
-            self.skipTest(why_not)
-        layout = KVLayout(layers=5, kv_heads=2, k_dim=64, v_dim=32, dtype="BF16", chunk_tokens=64)
-        [key], arrays = keys_of(range(64), 64), model_arrays(layout, 1)
-        source, draw = Memory(layout, layout.full, 1).fill(arrays).map(), random.Random(3)
-        store = Namespace.create(self.root, Identity(model="m", chunk_tokens=64), [layout]).stores[
-            0
-        ]
-        outcomes = []
-        for turn in range(150):
-            self.assertTrue(save_chunk(store, key, source))
-            [path] = self.files()
-            if turn % 10:
-                flip(path, draw.randrange(path.stat().st_size), 1 << draw.randrange(8))
-            cool([path], sync=True)
-            if not is_cold(path):
-                self.skipTest("the page cache keeps files of this file system")
-            self.assertIsInstance(store.storage, LocalStorage)
-            store.storage.first_reads = FirstReads()  # type: ignore[attr-defined]
-            memory = Memory(layout, layout.full, 1)
-            outcomes.append(store.load([key], memory.map()).chunks)
-            if outcomes[-1]:
-                self.assertTrue(is_cold(path))  # it did go past the page cache
-                path.unlink()
-        self.assertEqual([int(turn % 10 == 0) for turn in range(150)], outcomes)
-        store.close()

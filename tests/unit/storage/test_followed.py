@@ -197,20 +197,6 @@ class FollowedTest(DirectoryTest):
         self.assertEqual(64, writer.get_closest(TOKENS).num_tokens)
         self.assertEqual(4, writer.put(of(1), CACHE))
 
-    def test_link_above_leads_elsewhere(self) -> None:
-        """A symbolic link above the directory is followed anew."""
-        for name in ("a", "b"):
-            (self.root / name).mkdir()
-        link = self.root / "link"
-        link.symlink_to(self.root / "a")
-        self.path = link / "kv"
-        writer = self.writer()
-        link.unlink()
-        link.symlink_to(self.root / "b")
-        self.later()
-        self.assertEqual(4, writer.put(TOKENS, CACHE))
-        self.assertTrue((self.root / "b" / "kv" / MARK).exists())
-
     def test_limit_is_measured_where_writes_go(self) -> None:
         """What is moved away gets nothing more, and the limit holds for what is there instead."""
         most = 12 * CHUNK_NBYTES
@@ -227,23 +213,6 @@ class FollowedTest(DirectoryTest):
     @staticmethod
     def size(path: Path) -> int:
         return sum(one.stat().st_size for one in path.rglob("*.safetensors"))
-
-    @pytest.mark.thorough
-    def test_removed_at_the_limit(self) -> None:
-        """A full cache whose directory is removed stores again, in the processes that filled it."""
-        for what, change in self.ways().items():
-            with self.subTest(what):
-                writer = self.writer(max_bytes=6 * CHUNK_NBYTES, min_free_bytes=0)
-                for prompt in range(1, 4):
-                    writer.put(of(prompt), CACHE)
-                change()
-                self.later()
-                for prompt in range(4, 6):
-                    writer.put(of(prompt), CACHE)
-                self.assertEqual(64, writer.get_closest(of(5)).num_tokens)
-                writer.close()
-                remove_tree(self.path)
-                shutil.rmtree(self.root / "old", ignore_errors=True)
 
     def test_other_layout(self) -> None:
         """What is of another form by then is not touched: it is a miss, and a put says so."""

@@ -2,12 +2,10 @@ from __future__ import annotations
 
 import logging
 import os
-import re
 import shutil
 import subprocess
 import sys
 import unittest
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -22,7 +20,6 @@ from vua.security.settings import Security
 from vua.storage.base import FAILED
 from vua.storage.bucket import Bucket
 from vua.storage.bucket_client import explained
-from vua.storage.bucket_mark import claim_bucket, claimable_bucket
 from vua.storage.location import BucketPath
 from vua.storage.mark import MARK, mark_text
 from vua.storage.object import ObjectStorage
@@ -146,50 +143,6 @@ class BucketTest(DirectoryTest):
                 vua.put(TOKENS, KV)
         self.assertEqual((64, kv_bits(KV)), get(self.url))
 
-    def test_made_again_under_a_writer(self) -> None:
-        """What it goes on writing before that minute is over can be deleted all the same."""
-        place = BucketPath(Bucket.at(self.url))
-        with VUA(CONFIG, self.url) as vua:
-            vua.put(TOKENS, KV)
-            place.bucket.delete([one.key for one in place.bucket.walk()])
-            vua.put(TOKENS, KV)
-            with self.assertRaisesRegex(ConfigError, MARK):
-                claim_bucket(place, tool=True)
-            with mock.patch("vua.storage.object._RENEW_S", 0.0):
-                vua.put(TOKENS + 100, KV)
-        claim_bucket(place, tool=True)
-        self.assertEqual((64, kv_bits(KV)), get(self.url))
-
-    def test_copied_without_the_mark(self) -> None:
-        """Namespaces that this process has not seen in a cache with the mark stay as they are."""
-        self.put(self.url)
-        place = BucketPath(Bucket.at(self.url))
-        copy = Bucket.at(f"{self.url}/copy")
-        for one in list(place.bucket.walk()):
-            if one.key != MARK:
-                copy.put(one.key, place.bucket.get(one.key)[1])
-        before = {one.key: copy.get(one.key)[1] for one in list(copy.walk())}
-        with self.assertRaises(ConfigError) as refused, VUA(CONFIG, f"{self.url}/copy"):
-            pass
-        self.assertEqual(before, {one.key: copy.get(one.key)[1] for one in list(copy.walk())})
-        told = re.search(r"write (.*) to (.*)$", str(refused.exception))
-        assert told is not None
-        self.assertEqual(f"{BucketPath(copy)}/{MARK}", told[2])
-        copy.put(MARK, told[1].encode())
-        self.assertEqual((64, kv_bits(KV)), get(f"{self.url}/copy"))
-
-    def test_made_meanwhile(self) -> None:
-        """Another process makes the mark and a namespace between two requests of this one."""
-        place, folders = BucketPath(Bucket.at(self.url)), Bucket.folders
-
-        def listed(bucket: Bucket, *args: str) -> Any:
-            with mock.patch.object(Bucket, "folders", folders):
-                self.put(self.url)
-            return folders(bucket, *args)
-
-        with mock.patch.object(Bucket, "folders", listed):
-            self.assertTrue(claimable_bucket(place))
-
     def test_another_version(self) -> None:
         """A cache of another version is refused: what was found, expected, and what to do."""
         self.put(self.url)
@@ -256,13 +209,6 @@ class URLTest(unittest.TestCase):
             with self.assertRaises(ConfigError):
                 VUA(CONFIG, url)
 
-    def test_path(self) -> None:
-        """A place in a bucket has what a path has."""
-        bucket = Bucket.at(memory_url())
-        place = BucketPath(bucket) / "a" / "b"
-        self.assertEqual(("b", "a", "a/b"), (place.name, place.parent.name, place.key))
-        self.assertEqual(f"{bucket.url}/a/b", str(place))
-
     def test_plain_http(self) -> None:
         """It is refused unless it is asked for; no secret is in the error."""
         with (
@@ -292,24 +238,6 @@ class SeaweedFSTest(BucketTest):
         DirectoryTest.setUp(self)
         self.url = seaweedfs().place()
         self.enterContext(speaking_to(seaweedfs().endpoint))
-
-    def test_copied_both_ways(self) -> None:
-        """A directory copied by another tool (boto3) is a cache, and the reverse."""
-        boto3 = pytest.importorskip("boto3")
-        s3 = boto3.session.Session().client("s3", endpoint_url=seaweedfs().endpoint)
-        prefix = self.url.removeprefix("s3://vua/")
-        source, target = self.root / "source", self.root / "target"
-        self.put(str(source))
-        for path in filter(Path.is_file, source.rglob("*")):
-            s3.upload_file(str(path), "vua", f"{prefix}/copied/{path.relative_to(source)}")
-        self.assertEqual((64, kv_bits(KV)), get(f"{self.url}/copied"))
-        self.put(f"{self.url}/other")
-        listed = s3.list_objects_v2(Bucket="vua", Prefix=f"{prefix}/other/")["Contents"]
-        for one in listed:
-            path = target / one["Key"].removeprefix(f"{prefix}/other/")
-            path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-            s3.download_file("vua", one["Key"], str(path))
-        self.assertEqual((64, kv_bits(KV)), get(str(target)))
 
     def test_wrong_credentials(self) -> None:
         """They are said at the start, without a secret."""

@@ -7,12 +7,10 @@ import os
 import re
 import resource
 import shutil
-import stat
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
-import numpy as np
 import pytest
 
 from helpers import DirectoryTest, Memory, keys_of, model_arrays, native_code, rectangle
@@ -21,7 +19,6 @@ from vua.capacity.lru import mtime_ns_of
 from vua.errors import InputError, StorageError
 from vua.format.identity import Identity
 from vua.format.layout import KVLayout, Shard
-from vua.security.settings import Security
 from vua.storage.base import WRITTEN
 from vua.storage.local import LocalStorage
 from vua.storage.names import SUFFIX, TEMPORARY
@@ -126,62 +123,6 @@ class WriterTest(DirectoryTest):
             saver.save([keys[0]], CHUNKS)
         self.assertEqual([WRITTEN], saver.save([keys[0]], CHUNKS - 1))
 
-    def test_in_the_way(self) -> None:
-        """What has a file's name and is none of ours is replaced, a link not followed."""
-        store, keys, memory = self.open(), self.keys(), self.memory()
-        home = self.root / "a" / store.namespace
-        odd = {at: home / keys[at].name[:2] / keys[at].name for at in (3, 4, 30)}
-        name = f"{LAYOUT.full.name}.safetensors"
-        for folder in odd.values():
-            folder.mkdir(parents=True)
-        (odd[3] / name).write_bytes(b"too short")
-        (odd[4] / name).mkdir()
-        target = self.root / "elsewhere"
-        target.write_bytes(b"kept")
-        (odd[30] / name).symlink_to(target)
-        self.assertEqual(CHUNKS, EntryWriter(store, memory.map()).save_all(keys))
-        self.assertEqual(CHUNKS, store.lookup(keys))
-        loaded = Memory(LAYOUT, LAYOUT.full, CHUNKS)
-        self.assertEqual(CHUNKS, store.load(keys, loaded.map()).chunks)
-        for want, got in zip(memory.buffers, loaded.buffers, strict=True):
-            np.testing.assert_array_equal(want, got)
-        self.assertEqual(b"kept", target.read_bytes())
-
-    def test_links(self) -> None:
-        """A link in place of a directory is not followed; nothing appears behind it."""
-        keys, memory, outside = self.keys(), self.memory(), self.root / "outside"
-        outside.mkdir()
-        for depth in ("fan", "chunk"):
-            with self.subTest(depth):
-                store = self.open(depth)
-                fan = self.root / depth / store.namespace / keys[5].name[:2]
-                if depth == "fan":
-                    fan.symlink_to(outside)
-                else:
-                    fan.mkdir(mode=0o700)
-                    (fan / keys[5].name).symlink_to(outside)
-                with self.assertRaises(StorageError):
-                    EntryWriter(store, memory.map()).save_all(keys)
-                self.assertEqual([], list(outside.iterdir()))
-                self.assertTrue(store.holds(keys[4], [LAYOUT.full]))
-
-    def test_modes(self) -> None:
-        """Modes are the wanted ones whatever the umask."""
-        keys, memory = self.keys(), self.memory()
-        for name, group, mask in (("x", False, 0o777), ("y", True, 0o077), ("z", True, 0)):
-            security, before = Security(group_read=group), os.umask(0o077)
-            self.addCleanup(os.umask, before)
-            store = self.open(name, security=security)
-            os.umask(mask)
-            try:
-                self.assertEqual(CHUNKS, EntryWriter(store, memory.map()).save_all(keys))
-            finally:
-                os.umask(before)
-            home = self.root / name / store.namespace
-            for path in (path for fan in home.glob("??") for path in [fan, *fan.rglob("*")]):
-                wanted = security.directory_mode if path.is_dir() else security.file_mode
-                self.assertEqual(wanted, stat.S_IMODE(path.stat().st_mode) | wanted & stat.S_ISGID)
-
     def test_failing_writes(self) -> None:
         """A write that fails reaches the caller as ever; nothing half is left, or to be seen."""
         keys, memory = self.keys(LARGE, 10), self.memory(LARGE, 10)
@@ -199,16 +140,6 @@ class WriterTest(DirectoryTest):
         self.assertEqual([], left)
         self.assertEqual(8, EntryWriter(store, memory.map()).save_all(keys))
         self.check_stamps(store, keys)
-
-    def test_no_room(self) -> None:
-        """A prompt longer than the cache ends where there is no more room, and keeps its front."""
-        nbytes = self.open().codec(LAYOUT.full).file_nbytes
-        store = self.open("b", bounds=Limits(max_bytes=10 * nbytes))
-        keys, saver = self.keys(), EntryWriter(store, self.memory().map())
-        self.assertEqual(10, saver.save_all(keys))
-        self.assertTrue(saver.refused)
-        store.close()
-        self.assertEqual(10, store.lookup(keys))
 
     def test_a_limit_below_one_prompt(self) -> None:
         """One line an hour names the limit that holds all of it; and that one does."""
@@ -273,15 +204,6 @@ class WriterTest(DirectoryTest):
                 with mock.patch("os.fsync", fsync), self.assertRaises(StorageError):
                     writer.save_all(keys[:2])
                 self.assertEqual(what == "directory", bool(self.files(store)))
-
-    def test_deleted_namespace(self) -> None:
-        """A namespace that was deleted under the process is made anew."""
-        store, keys, memory = self.open(), self.keys(), self.memory()
-        saver = EntryWriter(store, memory.map())
-        self.assertEqual(CHUNKS, saver.save_all(keys))
-        shutil.rmtree(self.root / "a" / store.namespace)
-        self.assertEqual(CHUNKS, saver.save_all(keys))
-        self.assertEqual(CHUNKS, store.lookup(keys))
 
 
 class PythonWriterTest(WriterTest):

@@ -2,24 +2,18 @@
 
 from __future__ import annotations
 
-import tempfile
 import unittest
-import warnings
 from importlib import util
-from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 
-from helpers import DirectoryTest, caches_of, flip, kv_bits
-from small_models import make_model
+from helpers import DirectoryTest, caches_of, kv_bits
 from vua.core import VUA, VUAConfig
 from vua.errors import ConfigError
 from vua.format.keys import KeyChain, token_ids
 from vua.security.keyring import write_key
 from vua.security.settings import Security
-from vua.store.agreement import compare
 
 TOKENS = torch.arange(100, 132)
 
@@ -99,13 +93,6 @@ class TestLabels(DirectoryTest):
         with self.assertRaisesRegex(ConfigError, "'default'"):
             self.open(security=security).put(TOKENS, self.caches(1))
 
-    def test_no_verdict(self) -> None:
-        """A damaged chunk says nothing of the model; it is written anew."""
-        self.open().put(TOKENS[:16], self.caches(tokens=16))
-        flip(self.files()[0], 4100)
-        with self.assertLogs("vua.store.store", "WARNING"):
-            self.assertEqual(2, self.open().put(TOKENS, self.caches(1)))
-
     def test_reader_without_label(self) -> None:
         """Who only reads without a label is told once that nobody can tell what is found."""
         self.open().put(TOKENS, self.caches())
@@ -118,45 +105,3 @@ class TestLabels(DirectoryTest):
         self.open(model="mine").put(TOKENS, self.caches())
         with self.assertNoLogs("vua.store.agreement"):
             self.open(model="mine").get_closest(TOKENS)
-
-
-@pytest.mark.thorough
-@unittest.skipUnless(util.find_spec("transformers"), "transformers is not installed")
-class TestModels(unittest.TestCase):
-    def test_gap(self) -> None:
-        """Batches, chunked prompts and kernels stay below the tolerance, others far above."""
-        from transformers import AutoModelForCausalLM, DynamicCache
-
-        warnings.simplefilter("ignore")
-        ids = torch.randint(4, 512, (1, 96), generator=torch.Generator().manual_seed(1))
-
-        def rows(model: Any, prompt: torch.Tensor, step: int = 96) -> list[Any]:
-            cache = DynamicCache()
-            with torch.no_grad():
-                for at in range(0, 96, step):
-                    model(prompt[:, at : at + step], past_key_values=cache)
-            layer = cache.layers[-1]
-            return [t[:1, :1, 64:] for t in (layer.keys, layer.values)]
-
-        with tempfile.TemporaryDirectory() as folder:
-            for name, dtype in (("F32", torch.float32), ("BF16", torch.bfloat16)):
-                models = [
-                    AutoModelForCausalLM.from_pretrained(
-                        make_model(Path(folder, f"{seed}"), layers=4, seed=seed),
-                        dtype=dtype,
-                        attn_implementation=attention,
-                    )
-                    for seed, attention in ((0, "sdpa"), (0, "eager"), (1, "sdpa"))
-                ]
-                ours = rows(models[0], ids)
-                same = [
-                    rows(models[0], torch.cat([ids, ids.flip(1), ids])),
-                    rows(models[0], ids, 32),
-                    rows(models[1], ids),
-                    rows(models[1], torch.cat([ids, ids.flip(1)]), 1),
-                ]
-                others = [rows(models[2], ids), rows(models[0], ids.roll(1))]
-                for found in same:
-                    self.assertLess(compare(ours, found, name, [3]).ratio, 1)
-                for found in others:
-                    self.assertGreater(compare(ours, found, name, [3]).ratio, 2)

@@ -63,13 +63,6 @@ class SearchTest(unittest.TestCase):
                 self.assertLessEqual(self.names.rounds, most, (count, length))
         self.assertEqual(0, self.search().longest([], [LAYOUT.full]))
 
-    def test_shards(self) -> None:
-        """A chunk counts with all of its shards alone; more of them take no more rounds."""
-        self.names.store(KEYS[:700], HALVES)
-        self.names.store(KEYS[700:900], HALVES[:1])
-        self.assertEqual(700, self.search().longest(KEYS, HALVES))
-        self.assertLessEqual(self.names.rounds, 3)
-
     def test_what_came_is_asked_for(self) -> None:
         """What was missing is looked for again once it is said to have come, and only that."""
         search = self.search()

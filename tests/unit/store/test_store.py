@@ -32,14 +32,14 @@ from helpers import (
     swap,
 )
 from vua import native
-from vua.errors import InputError, NotWritableError, StorageFullError
+from vua.errors import InputError, NotWritableError
 from vua.format.keys import ChunkKey
 from vua.format.layout import KVLayout, Shard
 from vua.io import posix
 from vua.io.files import open_plain
 from vua.storage.base import entry_name
 from vua.storage.local import MAX_QUARANTINED, LocalStorage, version_of
-from vua.store.store import Loader, LoadResult, Store
+from vua.store.store import LoadResult, Store
 
 NAMESPACE = "ab" * 32
 SMALL = KVLayout(layers=4, kv_heads=8, k_dim=8, v_dim=8, dtype="BF16", chunk_tokens=4)
@@ -203,20 +203,6 @@ class TestShards(StoreTest):
 
         self.assertEqual({POISON}, {int(n) for buffer in memory.buffers for n in buffer.flat})
 
-    def test_loader_again(self) -> None:
-        """A loader loads prompt after prompt into the same memory."""
-        self.save_whole()
-        other, keys = model_arrays(SMALL, 2, seed=5), keys_of(range(50, 58), 4)
-        self.save(self.store, other, split(SMALL, 2), keys)
-        memory = Memory(SMALL, SMALL.full, CHUNKS)
-        loader = Loader(self.store, memory.map())
-        expected = Memory(SMALL, SMALL.full, CHUNKS)
-        for chain, model in ((self.keys, self.model), (keys, other), (self.keys[:1], self.model)):
-            self.assertEqual(len(chain), loader.load(chain).chunks)
-            expected.fill([array[:, :, : 4 * len(chain)] for array in model])
-            for want, got in zip(expected.buffers, memory.buffers, strict=True):
-                np.testing.assert_array_equal(want, got)
-
 
 class TestLookup(StoreTest):
     """How much of a prompt is stored."""
@@ -230,17 +216,6 @@ class TestLookup(StoreTest):
             for length in range(len(keys) + 1):
                 self.assertEqual(min(stored, length), self.store.lookup(keys[:length]))
             save_chunk(self.store, keys[stored], memory)
-
-    def test_holes(self) -> None:
-        """A hole never hides what stands before it, and the load stops at it."""
-        self.save_whole()
-        for hole in range(CHUNKS):
-            self.file(hole).rename(self.root / "aside")
-            with self.subTest(hole=hole):
-                self.assertGreaterEqual(self.store.lookup(self.keys), hole)
-                loaded = self.load()
-                self.assertEqual((hole, "missing"), (loaded.chunks, loaded.reason))
-            (self.root / "aside").rename(self.file(hole))
 
 
 class TestDamage(StoreTest):
@@ -392,39 +367,6 @@ class TestDamage(StoreTest):
                 memory = Memory(SMALL, SMALL.full, 1).fill(model_arrays(SMALL, 1)).map()
                 with self.assertRaises(NotWritableError):
                     save_chunk(self.store, key, memory)
-
-    def test_unreadable(self) -> None:
-        """A file that may not be read is a miss with reason `error`."""
-        self.save_whole()
-        with read_only(self.root):
-            if os.getuid() == 0:
-                os.seteuid(0)
-            self.file(1).chmod(0)
-            if os.getuid() == 0:
-                os.seteuid(65534)
-            loaded = self.load()
-
-        self.assertEqual((1, "error"), (loaded.chunks, loaded.reason))
-
-    def test_no_room(self) -> None:
-        """On a full file system saving raises, leaves no file behind, and loads go on."""
-        if os.system(f"mount -t tmpfs -o size=64k none {self.root} 2>/dev/null") != 0:
-            self.skipTest("only root may mount a file system that is small enough")
-        self.addCleanup(os.system, f"umount -l {self.root}")
-        store = self.open()
-        keys = keys_of(range(4 * 40), 4)
-        model = model_arrays(SMALL, 40)
-        memory = Memory(SMALL, SMALL.full, 40).fill(model)
-        stored = 0
-        with self.assertRaises(StorageFullError):
-            for stored, key in enumerate(keys):
-                save_chunk(store, key, memory.map(), place=stored)
-
-        self.assertEqual([], self.files(".tmp-*"))
-        self.assertGreater(stored, 0)
-        self.assertEqual(stored, store.lookup(keys))
-        model = [array[:, :, : 4 * stored] for array in model]
-        self.check(store, model, SMALL.full, keys[:stored])
 
     def test_live_writers(self) -> None:
         """While others write, delete and damage the same chunks, a load is right or short."""

@@ -225,19 +225,6 @@ class TierTest(DirectoryTest):
             self.assertEqual(kv_bits(KV), kv_bits(found.data))
         self.assertEqual(4, len(self.keys()))
 
-    @pytest.mark.thorough
-    def test_more_than_one_read_takes(self) -> None:
-        """Linux reads at most 2 GiB by one call; a larger file is read whole all the same."""
-        with VUA(CONFIG, self.root / "a") as vua:
-            vua.put(TOKENS, KV)
-        path = next(iter(self.root.glob("a/*/??/*/*.safetensors")))
-        nbytes = (2 << 30) + 4096
-        os.truncate(path, nbytes)
-        with self.open("a") as vua, self.assertLogs("vua", logging.WARNING) as said:
-            vua.get_closest(TOKENS[:0])
-            until(lambda: any("not sent on" in line for line in said.output))
-        self.assertIn(str(nbytes), said.output[0])
-
     def test_damage_is_not_copied(self) -> None:
         """Damage travels in neither direction."""
         with VUA(CONFIG, self.root / "a") as vua:
@@ -341,7 +328,6 @@ class DirectoryBehindTest(TierTest):
     test_deleted_behind = None  # times to live are the other directory's own matter
     test_without_the_bucket = None
     test_damage_is_not_copied = None
-    test_more_than_one_read_takes = None  # of the directory alone
 
 
 @pytest.mark.thorough
@@ -360,4 +346,3 @@ class SeaweedFSTierTest(TierTest):
         self.enterContext(speaking_to(seaweedfs().endpoint))
         return seaweedfs().place()
 
-    test_more_than_one_read_takes = None  # of the directory alone

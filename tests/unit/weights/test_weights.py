@@ -23,11 +23,8 @@ from typing import Any
 from unittest import mock
 
 import numpy as np
-import pytest
-from hypothesis import strategies as st
 from safetensors.numpy import save_file
 
-from properties import HealthCheck, given, settings
 from vua.errors import ConfigError
 from vua.weights import (
     checkpoint_files,
@@ -36,7 +33,6 @@ from vua.weights import (
     weights_fingerprint,
     write_note,
 )
-from vua.weights import content as content_module
 from vua.weights import fingerprint as fingerprint_module
 from vua.weights.fingerprint import processor_digest, recall, remember
 
@@ -100,29 +96,6 @@ class WeightsCase(unittest.TestCase):
 
 class TestContent(WeightsCase):
     """What counts, and what does not."""
-
-    @pytest.mark.thorough
-    @settings(max_examples=150, suppress_health_check=list(HealthCheck))
-    @given(st.data())
-    def test_each_byte_of_each_tensor_counts(self, data: st.DataObject) -> None:
-        """One changed byte anywhere in the data or the names gives another fingerprint."""
-        file = self.write(make_tensors())
-        whole = file.read_bytes()
-        before = unread(self.model)
-        at = data.draw(st.integers(0, len(whole) - 1))
-        changed = bytearray(whole)
-        changed[at] ^= 1 << data.draw(st.integers(0, 7))
-        file.write_bytes(changed)
-        if at < 8 + int.from_bytes(whole[:8], "little"):
-            try:  # spaces that pad the header mean nothing
-                same = json.loads(whole[8 : whole.index(b"}}") + 2]) == json.loads(
-                    changed[8 : 8 + int.from_bytes(changed[:8], "little")]
-                )
-            except ValueError:
-                same = False
-            self.assertEqual(same, before == unread(self.model))
-        else:
-            self.assertNotEqual(before, unread(self.model))
 
     def test_large_tensors_count_throughout(self) -> None:
         """A tensor of many pieces, digested by several threads: pieces and their order count."""
@@ -484,21 +457,6 @@ class TestMemo(WeightsCase):
         """What is remembered of the file."""
         return fingerprint_module.KnownFile.at(self.file).recall()
 
-    def test_without_a_place_there_is_no_memo(self) -> None:
-        """A fingerprint needs none: where every place refuses, it is computed each time."""
-        for home in (str(self.file), "relative"):
-            with self.subTest(home), mock.patch.dict(os.environ, XDG_CACHE_HOME=home):
-                self.assertTrue(self.read())
-                self.assertTrue(self.read())
-
-    def test_there_is_a_limit(self) -> None:
-        """Of too many memos the oldest go."""
-        with mock.patch("vua.weights.fingerprint._MAX_FILES", 8):
-            for n in range(20):
-                remember(str(n), {})
-            self.assertLessEqual(len([*self.memos.iterdir()]), 8)
-            self.assertEqual({}, recall("19"))
-
     def test_processes_read_once(self) -> None:
         """Of processes at the same time one reads, the others wait and take what it remembered."""
         self.write({"large": np.zeros(40 << 20, np.uint8)})
@@ -624,22 +582,6 @@ class TestBlobs(WeightsCase):
 
 class TestIdentification(unittest.TestCase):
     """The search on a thread of its own."""
-
-    def test_reading_runs_at_low_priority(self) -> None:
-        """Threads that read large files give way to the engine's."""
-        found = list[int]()
-
-        def note(*args: bytes) -> Any:
-            if threading.current_thread().name == "vua-weights":
-                found.append(os.getpriority(os.PRIO_PROCESS, threading.get_native_id()))
-            return sha256(*args)
-
-        with tempfile.NamedTemporaryFile(suffix=".bin") as file:
-            os.truncate(file.name, 17 << 20)
-            with mock.patch.object(content_module.hashlib, "sha256", note):
-                weights_fingerprint(file.name, cache=False)
-        own = os.getpriority(os.PRIO_PROCESS, 0)
-        self.assertEqual({min(19, max(10, own))}, set(found))
 
     @unittest.skipUnless(find_spec("psutil"), "psutil is not installed")
     def test_when_a_process_began(self) -> None:
