@@ -16,7 +16,6 @@ from __future__ import annotations
 import errno
 import functools
 import importlib
-import json
 import os
 import re
 from collections.abc import Callable, Mapping
@@ -208,7 +207,6 @@ _FILES: Final = (
 _LENT: Final = timedelta(minutes=10)
 """How long botocore's credentials count as valid: it renews them that long before they expire.
 obstore asks again at half of it."""
-_GCS_KINDS: Final = ("service_account", "authorized_user")
 _URL: Final = re.compile(
     r"(?:s3|gs|az)://[A-Za-z0-9$][A-Za-z0-9._$-]{1,254}"
     r"(?:/(?!\.{1,2}(?:/|$))[^\x00-\x1f\x7f/]+)*"
@@ -418,7 +416,7 @@ def _from_session(url: str, session: Any, identity: str) -> tuple[str, dict[str,
 
 
 def _gs(url: str) -> _Settings:
-    """Return the settings of GCS. Raises ConfigError for credentials that obstore cannot read."""
+    del url
     names = (
         "GOOGLE_APPLICATION_CREDENTIALS",
         "GOOGLE_SERVICE_ACCOUNT",
@@ -426,17 +424,6 @@ def _gs(url: str) -> _Settings:
     )
     found = _named(names)
     identity = f"{found[0]}" if found else "the machine's service account, or gcloud's login"
-    if found:
-        try:
-            kind = json.loads(Path(found[1]).read_text()).get("type")
-        except (OSError, ValueError, AttributeError) as problem:
-            msg = f"{url}: {found[0]} is not a file of credentials: {type(problem).__name__}"
-            raise ConfigError(msg) from None
-        if kind not in _GCS_KINDS:
-            raise ConfigError(
-                f"{url}: {found[0]} holds credentials of type {str(kind)[:40]!r}; VUA reads "
-                f"{' and '.join(_GCS_KINDS)}: use a key file, or the machine's service account"
-            )
     advice = "set GOOGLE_APPLICATION_CREDENTIALS to a service account's key file"
     return _Settings({}, "Google Cloud Storage", identity, advice)
 
