@@ -13,13 +13,3 @@ from vua.weights.fingerprint import (
     weights_fingerprint,
     write_note,
 )
-
-__all__ = [
-    "Identification",
-    "Weights",
-    "checkpoint_files",
-    "identify_weights",
-    "process_began_s",
-    "weights_fingerprint",
-    "write_note",
-]

@@ -345,4 +345,3 @@ class SeaweedFSTierTest(TierTest):
         """Return the URL of an empty place of its bucket."""
         self.enterContext(speaking_to(seaweedfs().endpoint))
         return seaweedfs().place()
-
