@@ -14,8 +14,6 @@ from __future__ import annotations
 import copy
 import json
 import re
-import subprocess
-import sys
 import unittest
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -278,18 +276,3 @@ class ReadingEngineTest(harness.EngineTest):
                 said = re.findall("chunks are not stored.*s3:PutObject", answer.log)
                 self.assertEqual(role == "kv_both", puts > 0)
                 self.assertEqual(role == "kv_both", len(said))
-
-    def test_start(self) -> None:
-        """A server that is to store does not start, and says how it would."""
-        with User() as user:
-            user.allow(policies()[0])
-            with user.enforced():
-                user.save()
-            user.allow(policies()[1])
-            with user.enforced():
-                words = ("-m", "vua.vllm.serve", "serve", "model", "--vua-path", user.url)
-                done = subprocess.run(
-                    [sys.executable, *words], check=False, capture_output=True, text=True
-                )
-        self.assertEqual(2, done.returncode)
-        self.assertRegex(done.stderr, "s3:PutObject.*kv_consumer")

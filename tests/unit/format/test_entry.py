@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import json
-import struct
 import unittest
 from unittest import mock
 
@@ -155,16 +153,3 @@ class TestDamage(unittest.TestCase):
                 with self.assertRaisesRegex(ForeignEntryError, "expected chunk") as caught:
                     check_header(codec, memoryview(header), SECOND)
                 self.assertEqual(misplaced, caught.exception.misplaced)
-
-    def test_json_is_what_was_meant(self) -> None:
-        """The header is plain JSON without white space, in the order of docs/format.md."""
-        header = header_of()
-        text = header[8 : 8 + struct.unpack("<Q", header[:8])[0]].rstrip(b" ")
-        read = json.loads(text)
-
-        self.assertEqual(text, json.dumps(read, separators=(",", ":")).encode())
-        self.assertEqual(["__metadata__", "checksums", "k", "v"], list(read))
-        self.assertEqual(
-            "format namespace shard layers kv_heads prefix_hash parent tokens created writer check",
-            " ".join(read["__metadata__"]),
-        )

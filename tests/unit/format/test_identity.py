@@ -79,15 +79,6 @@ class TestIdentity(unittest.TestCase):
         expected = {field.name for field in dataclasses.fields(Identity)} - {"name", "counted"}
         self.assertEqual(expected, changed)
 
-    def test_namespace_is_frozen(self) -> None:
-        """A directory that an earlier release wrote is still found."""
-        identity = Identity(
-            model="m", weights="w", adapter="a", kv_dtype="bfloat16", kv_scales="s", rope="neox"
-        )
-
-        expected = "23c53f54cab65acdce35cf8a10d98914fce92f2b1d92ca13972a99fdfa210b11"
-        self.assertEqual(expected, identity.namespace)
-
     @given(IDENTITIES, TEXT)
     def test_a_description_gives_the_identity_back(self, identity: Identity, name: str) -> None:
         """What describe() says survives JSON and gives an equal identity."""

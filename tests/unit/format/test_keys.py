@@ -160,19 +160,6 @@ class TestExtras(unittest.TestCase):
         self.assertEqual(extras_parent(plain[0].prefix_hash, [("salt", b"x")]), salted[1].parent)
         self.assertEqual(salted[1].prefix_hash, salted[2].parent)
 
-    def test_rule(self) -> None:
-        """The stand-in for the parent is what docs/format.md says."""
-
-        def framed(part: bytes) -> bytes:
-            return struct.pack("<Q", len(part)) + part
-
-        expected = hashlib.sha256(
-            b"vua.extras.v1" + framed(b"p" * 32) + framed(struct.pack("<I", 2))
-            + framed(b"lora") + framed(b"a") + framed(b"image") + framed(b"")
-        ).digest()  # fmt: skip
-
-        self.assertEqual(expected, extras_parent(b"p" * 32, [("lora", b"a"), ("image", b"")]))
-
     @given(EXTRAS, EXTRAS, st.sampled_from([b"", b"p" * 32, b"q" * 32]))
     def test_injective(self, one: Extras, other: Extras, parent: bytes) -> None:
         """Equal stand-ins mean equal extras and equal parents."""

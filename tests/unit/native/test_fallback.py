@@ -165,17 +165,6 @@ class TestListChunks(DirectoryTest):
         self.assertEqual(again.numbers().tolist(), names.numbers().tolist())
         self.assertEqual([], native.ChunkNames.of([]).numbers().tolist())
 
-    @pytest.mark.thorough
-    def test_many(self) -> None:
-        """As many as there are, also where fewer are expected."""
-        for number in range(5000):
-            (self.root / f"{number:064x}").mkdir()
-        fd = os.open(self.root, os.O_RDONLY | os.O_DIRECTORY)
-        self.addCleanup(os.close, fd)
-        first, second = self.listed(fd)
-        self.assertEqual(5000, len(first))
-        self.assertEqual(first, second)
-
     def test_sizes(self) -> None:
         """Bytes of regular files alone; why a directory cannot be opened; no descriptor stays."""
         one, none, link, file = (letter * 64 for letter in "abcd")

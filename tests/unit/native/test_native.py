@@ -149,10 +149,7 @@ class TestLoad(DirectoryTest):
         self.map = self.memory.map()
         self.transfer = self.store.transfer(LAYOUT.full, LAYOUT.full, LAYOUT.full, self.map)
 
-    def load(
-        self, *, threads: int = 2, first: int = 0, stop: int = CHUNKS, uids: list[int] | None = None
-    ) -> int:
-        whose = None if uids is None else (ctypes.c_uint32 * len(uids))(*uids)
+    def load(self, *, threads: int = 2, first: int = 0, stop: int = CHUNKS) -> int:
         shard = LAYOUT.full.name
         paths = [f"{k.name[:2]}/{k.name}/{shard}.safetensors" for k in self.keys[first:stop]]
         plan = self.transfer.plan
@@ -160,7 +157,7 @@ class TestLoad(DirectoryTest):
         self.prepare()
         with mock.patch.multiple(entries, THREADS=threads, CORES=threads):
             done = native.read_entries(
-                *(self.transfer, Directory(self.storage.fileno(), whose), paths, first, into),
+                *(self.transfer, Directory(self.storage.fileno()), paths, first, into),
                 direct=self.direct,
             )
         tables = into.headers[:, plan.table_offset :].view("<u8")[:, :LAYOUT_BLOCKS]
@@ -202,21 +199,6 @@ class TestLoad(DirectoryTest):
                 if bad:
                     self.assertEqual(0, self.load(first=bad, stop=bad + 1))  # held, then released
                     self.assertEqual(bad, self.load(stop=bad))
-
-    def test_whose(self) -> None:
-        """A file of another user ends the batch, one with a second name where it is not our own."""
-        link, own = self.root / "second name", os.geteuid()
-        link.hardlink_to(self.path(3))
-        self.assertEqual(CHUNKS, self.load())
-        if own == 0:
-            os.chown(link, 65534, -1)
-            self.assertEqual(3, self.load(uids=[own, 65534]))
-            os.chown(link, own, -1)
-        link.unlink()
-        self.assertEqual(CHUNKS, self.load())
-        for uids, expected in (([own], CHUNKS), ([own + 1, own], CHUNKS), ([own + 1], 0), ([], 0)):
-            with self.subTest(uids):
-                self.assertEqual(expected, self.load(uids=uids))
 
 
 @unittest.skipUnless(has_native(), NOT_BUILT)
@@ -370,14 +352,6 @@ class TestChain(unittest.TestCase):
                 with native_code("off"):
                     self.assertEqual(expected, native.hash_chain(parent, view, nbytes))
                 self.assertNotEqual(expected, native.hash_chain(b"r" * 32, view, nbytes))
-
-    def test_library_does_it(self) -> None:
-        """Where there is a library, it is not Python that hashes."""
-        if not has_native() or bindings.sha256 is None:
-            self.skipTest("no native code or no OpenSSL here")
-        with mock.patch("vua.native.fallback.chain_in_python") as in_python:
-            self.assertEqual(64, len(native.hash_chain(b"", memoryview(bytes(512)), 256)))
-        in_python.assert_not_called()
 
 
 @unittest.skipUnless(has_native(), NOT_BUILT)

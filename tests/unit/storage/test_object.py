@@ -15,7 +15,7 @@ import torch
 from buckets import memory_url, seaweedfs, speaking_to
 from helpers import DirectoryTest, caches_of, kv_bits
 from vua import VUA, VUAConfig
-from vua.errors import ConfigError, LayoutError, StorageError
+from vua.errors import ConfigError, StorageError
 from vua.security.settings import Security
 from vua.storage.base import FAILED
 from vua.storage.bucket import Bucket
@@ -71,13 +71,6 @@ class BucketTest(DirectoryTest):
 
             with mock.patch("obstore.get", replaced), self.assertRaises(FileNotFoundError):
                 bucket.get("x", 0, 100)
-
-    def test_another_layout(self) -> None:
-        """Another shape under the same label is refused, as in a directory."""
-        self.put(self.url)
-        other = caches_of(layers=3, heads=2, tokens=64, dim=8)
-        with VUA(CONFIG, self.url) as vua, self.assertRaises(LayoutError):
-            vua.put(TOKENS, other)
 
     def test_damage(self) -> None:
         """An object that was damaged is a shorter prefix, and is stored anew by the next put."""

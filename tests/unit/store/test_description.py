@@ -106,15 +106,6 @@ class TestDamage(DescriptionTest):
         self.assertEqual(json.loads(self.sound), json.loads(self.path.read_bytes()))
         self.assertEqual(0, run("verify", self.root)[0])
 
-    def test_events(self) -> None:
-        """A router is told what is stored."""
-        told = run("events", self.root)[1].count("BlockStored")
-        said = json.loads(self.sound)
-        said["layout"]["layers"] = 3
-        for text in (b"?", json.dumps(said).encode()):
-            self.path.write_bytes(text)
-            self.assertEqual(told, run("events", self.root)[1].count("BlockStored"))
-
 
 COUNTED = {"rope": {"theta": 1e4}, "layers": [{"window": 8}], "note": "\u00e9"}
 

@@ -477,12 +477,3 @@ class TestWays(StoreTest):
             mock.patch.object(posix, "_HAS_OPENAT2", new=False),
         ):
             self.use()
-
-    @pytest.mark.thorough
-    def test_portable(self) -> None:
-        """On a system that is not Linux."""
-        with (
-            mock.patch.dict(posix.calls, clear=True),
-            mock.patch.object(posix, "_HAS_OPENAT2", new=False),
-        ):
-            self.use()
