@@ -133,17 +133,15 @@ def read_entries(
     names = _joined(paths)
     flags = (_DIRECT if direct else 0) | (_NOWAIT if cached else 0)
     batch = (ctypes.byref(transfer), ctypes.byref(into), directory.fd, names, len(paths[0]) + 1)
-    uids = directory.uids
-    trusted = (None, 0) if uids is None else (uids, len(uids))
     nbytes = transfer.file_nbytes * (stop - first)
     bounce = _bounce() if direct or transfer.spread is not None else None
-    bounces = (None, 0, 0) if bounce is None else (bounce.ctypes.data, _BOUNCE_NBYTES, _BOUNCES)
+    lent = _lent(directory, bounce)
     held = directory.local and nbytes <= _HELD_NBYTES
     if held:
-        first = bound.load_held(*batch, first, stop, place, 1, flags | _NOWAIT, *trusted, *bounces)
+        first = bound.load_held(*batch, first, stop, place, 1, flags | _NOWAIT, *lent)
     if first < stop and not (held and cached):
         with crew.joined(nbytes) as threads:
-            first = bound.load(*batch, first, stop, place, threads, flags, *trusted, *bounces)
+            first = bound.load(*batch, first, stop, place, threads, flags, *lent)
     if bounce is not None:
         spare_bounces.append(bounce)
     return first
@@ -189,26 +187,14 @@ class EntryStream:
         self._closed = True
         self._bound, self._fd = bound, os.dup(directory.fd)
         flags = (_DIRECT if direct else 0) | (0 if hashed else _UNHASHED)
-        uids = directory.uids
-        trusted = (None, 0) if uids is None else (uids, len(uids))
         self._bounce = _bounce() if direct else None
-        bounce = self._bounce
-        bounces = (None, 0, 0) if bounce is None else (bounce.ctypes.data, _BOUNCE_NBYTES, _BOUNCES)
-        self._kept = (transfer, into, names := _joined(paths), form, places, uids)
+        self._kept = (transfer, into, names := _joined(paths), form, places, directory.uids)
         self._joined = crew.joined(transfer.file_nbytes * len(paths))
         threads = self._joined.__enter__()
         self._stream = bound.stream_open(
             *(ctypes.byref(transfer), ctypes.byref(into), self._fd, names, len(paths[0]) + 1),
-            *(
-                ctypes.byref(form),
-                len(paths),
-                places.ctypes.data,
-                len(places),
-                threads,
-                flags,
-                *trusted,
-                *bounces,
-            ),
+            *(ctypes.byref(form), len(paths), places.ctypes.data, len(places), threads, flags),
+            *_lent(directory, self._bounce),
         )
         self._closed = False
         if self._stream is None:
@@ -250,6 +236,14 @@ def _bounce() -> npt.NDArray[np.uint8]:
         return spare_bounces.pop()
     except IndexError:
         return page_aligned(_BOUNCES * _BOUNCE_NBYTES)
+
+
+def _lent(directory: Directory, bounce: npt.NDArray[np.uint8] | None) -> tuple[object, ...]:
+    """Return the trusted users and the memory for direct reads, as C takes them."""
+    uids = directory.uids
+    trusted = (None, 0) if uids is None else (uids, len(uids))
+    none = None, 0, 0
+    return *trusted, *(none if bounce is None else (bounce.ctypes.data, _BOUNCE_NBYTES, _BOUNCES))
 
 
 def write_entries(

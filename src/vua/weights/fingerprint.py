@@ -261,12 +261,12 @@ def locked(key: str, stop: threading.Event | None = None) -> Iterator[None]:
     Raises:
         CancelledError: ``stop`` was set while waiting.
     """
-    fd = _open_lock(key)
-    if fd is None:
-        yield
-        return
+    folder, fd = _folder(create=True), -1
+    if folder is not None:
+        with contextlib.suppress(OSError):  # 256 files at most: they stay
+            fd = make_file(folder / f"{hashlib.sha256(key.encode()).hexdigest()[:2]}.lock")
     try:
-        while True:
+        while fd >= 0:
             try:
                 fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 break
@@ -278,20 +278,10 @@ def locked(key: str, stop: threading.Event | None = None) -> Iterator[None]:
                 break
         yield
     finally:
-        with contextlib.suppress(OSError):  # closing alone does not, where a forked child has it
-            fcntl.flock(fd, fcntl.LOCK_UN)
-        close_quietly(fd)
-
-
-def _open_lock(key: str) -> int | None:
-    folder = _folder(create=True)
-    if folder is None:
-        return None
-    name = folder / f"{hashlib.sha256(key.encode()).hexdigest()[:2]}.lock"  # 256 at most: they stay
-    try:
-        return make_file(name)
-    except OSError:
-        return None
+        if fd >= 0:
+            with contextlib.suppress(OSError):  # closing alone does not, where a child has it
+                fcntl.flock(fd, fcntl.LOCK_UN)
+            close_quietly(fd)
 
 
 def _entry_path(folder: Path, key: str) -> Path:
@@ -471,7 +461,8 @@ class KnownFile:
         return json.dumps(["file", self.path.suffix, *asdict(self.state).values()])
 
     def recall(self) -> Content | None:
-        return _content(recall(self._key))
+        noted = recall(self._key)
+        return None if noted is None else Content(noted["tensors"], noted["whole"])
 
     def noted(self, work: Work) -> Content | None:
         """Return what a note beside the file says of it, if that is believed."""
@@ -535,12 +526,6 @@ def write_note(folder: Path) -> tuple[Path, Weights]:
     took_s, changed_s = time.monotonic() - began, max(one.changed_s for one in known)
     paths = tuple(found)
     return note, Weights(_combined(found), paths, total, work.done_nbytes, took_s, changed_s)
-
-
-def _content(remembered: Mapping[str, Any] | None) -> Content | None:
-    if remembered is None:
-        return None
-    return Content(remembered["tensors"], remembered["whole"])
 
 
 def _combined(found: Mapping[Path, Content]) -> str:
