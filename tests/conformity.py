@@ -1,6 +1,6 @@
 """Entries, changed in many ways, and what VUA makes of each: for tests of other implementations.
 
-`tests/make_conformance.py` writes the table in `implementations/conformance` with it, and
+`tests/unit/format/test_conformance.py` asks VUA about the rows of a table, and
 `tests/unit/format/test_javascript.py` asks both implementations about the same bytes.
 """
 
