@@ -110,7 +110,6 @@ class EntryCodec:
             raise LayoutError(f"shard {shard.name} lies outside the layout's {layout.full.name}")
         self.namespace, self.layout, self.shard, self.kind = namespace, layout, shard, kind
         self.blocks: int = len(layout.dims) * shard.heads * shard.checksum_blocks(layout)
-        """Checksum blocks per file."""
         self._table_nbytes = (8 + TAG_NBYTES * bool(kind)) * self.blocks
         opening = f'{SEALED}","seal":"{kind}","dtype":"{layout.dtype}' if kind else FORMAT
         self._head = (
@@ -127,7 +126,6 @@ class EntryCodec:
         self.header_nbytes += padding
         """Bytes before the payload, a multiple of 4096: length, JSON, padding, checksums."""
         self.file_nbytes: int = self.header_nbytes + shard.payload_nbytes(layout)
-        """Bytes of a whole file."""
         json_nbytes = text_nbytes + padding
         self._start = struct.pack("<Q", json_nbytes) + self._head.encode()
         self._end = self._tail.encode() + b" " * padding
@@ -171,7 +169,6 @@ class EntryCodec:
 
     @staticmethod
     def _middle(key: ChunkKey, key_id: str) -> str:
-        """The header's part that depends on the chunk, always of the same width."""
         sealed = f',"key":"{key_id}"' if key_id else ""
         return (
             f'{key.prefix_hash.hex() or NO_HASH}","parent":"{key.parent.hex() or NO_HASH}",'
@@ -198,7 +195,6 @@ class EntryCodec:
 
     @staticmethod
     def _variable(created: int, writer: str, nonce: str = "") -> str:
-        """The header's part that a reader does not compare, always of the same width."""
         return (
             f',"created":"{created:0{_CREATED_WIDTH}d}",'
             f'"writer":"{written_name(writer)}",'
@@ -235,8 +231,6 @@ class EntryCodec:
 
         Args:
             header: the first ``header_nbytes`` bytes of the file.
-            key: the chunk that was asked for.
-            key_id: the key that a sealed file must be sealed with.
         """
         expected = self.expected(key, key_id)
         stop = self.table_offset
@@ -289,7 +283,6 @@ def entry_plan(codec: EntryCodec, taken: Shard, target: Shard, segment_tokens: i
 
     Args:
         codec: of the files; their shard contains ``taken``.
-        taken: the rectangle.
         target: the rectangle that the memory holds; it contains ``taken``.
         segment_tokens: consecutive tokens per memory segment; divides the chunk length.
     """
@@ -347,7 +340,6 @@ def _reads(
     block_offset: np.ndarray[tuple[int], np.dtype[np.int64]],
     segments: int,
 ) -> list[tuple[int, ...]]:
-    """Cut the blocks into reads, rows of :data:`vua.io.plan.READ`; the header comes first."""
     extents, largest = block_extent.tolist(), int(block_nbytes.max())
     whole = header_nbytes + int(block_nbytes.sum())
     limit = _READ_NBYTES if whole > _SMALL_NBYTES else _SMALL_NBYTES

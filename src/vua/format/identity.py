@@ -150,7 +150,6 @@ class Identity:
 
 
 FIELDS: Final = tuple(each.name for each in fields(Identity) if each.name != "counted")
-"""The names of an identity's fields."""
 
 
 def framed(*parts: bytes) -> bytes:

@@ -178,12 +178,9 @@ class KeyRun(Sequence[ChunkKey]):
         """Use what :class:`KeyChain` computed.
 
         Args:
-            first: index of the first chunk in its prompt.
-            chunk_tokens: tokens per chunk.
             digests: prefix hashes, 32 bytes each.
             parents: chunk index -> its key's parent and ``previous``, for the first chunk and for
                 every chunk whose parent is not the prefix hash before it.
-            tenant: of all its keys.
         """
         self.tenant = tenant
         """Owner of the key that makes the names secret; see :class:`Naming`."""
@@ -256,10 +253,8 @@ class KeyChain(KeyRun):
         """Name the whole chunks of ``ids``.
 
         Args:
-            ids: token ids as :func:`token_ids` returns them.
             chunk_tokens: tokens per chunk; an incomplete last chunk has no name.
             extras: chunk index -> (tag, value) pairs that K/V depend on from that chunk on.
-            naming: makes the names secret.
         """
         super().__init__(
             0, chunk_tokens, b"", {0: (b"", b"")}, "" if naming is None else naming.tenant
@@ -281,7 +276,6 @@ class KeyChain(KeyRun):
         return other
 
     def _extend(self, ids: bytes) -> None:
-        """Hash the chunks not hashed yet, with one call per stretch between chunks with extras."""
         digests, parents = bytearray(self._digests), dict(self._parents)
         done, nbytes = len(self), 4 * self._chunk_tokens
         count = max(done, len(ids) // nbytes)

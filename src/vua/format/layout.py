@@ -35,7 +35,6 @@ _MAX_CELLS: Final = 1 << 20
 """Layers times KV heads, far beyond any model: a description's claims must not fill memory."""
 
 _MAX_COUNT: Final = 99_999
-"""Layers, and KV heads: five digits in the names of shards."""
 
 _MAX_CHUNK_TOKENS: Final = 1 << 16
 _MAX_DIM: Final = 1 << 24
@@ -237,11 +236,7 @@ def payload_map(
     """Return the map of memory in which chunks lie one after the other as in their files.
 
     Args:
-        layout: of the chunks.
-        shard: the part of each chunk that is there.
         address: of the first chunk's payload.
-        owner: keeps the memory alive.
-        chunks: how many there are.
     """
     import numpy as np  # noqa: PLC0415 - what only looks goes without
 

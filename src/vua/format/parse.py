@@ -156,13 +156,9 @@ def encode_header(
     """Return the ``header_nbytes`` bytes that precede the payload of ``key``'s file.
 
     Args:
-        codec: of the file.
-        key: the chunk.
         checksums: xxh3-64 of each checksum block, ``[blocks]`` in file order.
         writer: name of the writer, see `vua.store.writer`; cut at 48 characters.
-        seal_info: a sealed file's key and nonce.
         tags: a sealed file's tags, 16 bytes per checksum block in file order.
-        created: seconds since 1970; by default now.
 
     Raises LayoutError: the number of checksums or tags is wrong.
     """
@@ -276,12 +272,8 @@ def check_payload(
     """Compare the header's checksums (or tags) with those of the bytes.
 
     Args:
-        layout: of the entry.
-        shard: of the entry.
         expected: the header's value of each block.
-        found: the value computed from the block's bytes.
         blocks: indices of these blocks in the entry; by default all, in order.
-        what: names what is compared.
 
     Raises CorruptEntryError, which names the first block that differs.
     """

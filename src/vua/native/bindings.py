@@ -54,7 +54,6 @@ def _find_xxh3() -> tuple[int, int, int] | None:
 
 
 def _find_sha256() -> ctypes.Array[ctypes.c_void_p] | None:
-    """Return addresses of SHA-256 functions in hashlib's own OpenSSL, checked against hashlib."""
     try:
         module = ctypes.CDLL(importlib.import_module("_hashlib").__file__)
         init, update, final = module.SHA256_Init, module.SHA256_Update, module.SHA256_Final

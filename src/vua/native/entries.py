@@ -33,10 +33,8 @@ _THREAD_NBYTES: Final = 2 << 20
 _BOUNCES: Final = 16
 """Requests for cold files that one call has in flight: load.h's COLD_THREADS."""
 _BOUNCE_NBYTES: Final = 1 << 20
-"""Bytes of each of them."""
 CORES: Final = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1
 THREADS: Final = max(min(2, CORES), min(8, CORES // 2))
-"""Most threads of one call."""
 
 
 class Crew:
@@ -105,14 +103,11 @@ def read_entries(
     """Read files into memory and hash them, up to the first that cannot be read.
 
     Args:
-        transfer: how, and into which memory.
         directory: the paths start there; symbolic links are not followed. If it is local, small
             batches keep the GIL while the page cache answers.
         paths: files, names of equal length.
         place: index of the chunk slot in memory that ``paths[0]`` goes to.
         into: memory for headers and digests, one row per path.
-        first: index of the first path to read.
-        stop: index to end before; by default all.
         direct: read files that are not in the page cache past it.
 
     Spread memory receives only blocks whose checksums match their file's header. Into memory that
@@ -223,7 +218,6 @@ class EntryStream:
 
 
 def _joined(paths: Sequence[str]) -> bytes:
-    """Return paths as C takes them: each with a final NUL."""
     return "\0".join(paths).encode() + b"\0"
 
 
@@ -260,10 +254,8 @@ def write_entries(
         transfer: how each chunk lies in memory; its plan covers whole files.
         dir_fd: the paths start there; symbolic links are not followed.
         paths: the chunks' directories, ``hh/name``, of equal length; made if missing.
-        place: index of the first chunk's slot.
         headers: ``[files, header_nbytes]``, rows without gaps. With a ``check_offset`` in the
             options, checksums and self-check are filled in there.
-        options: how they are written.
 
     Releases the GIL once. Returns for each file PRESENT (a file of that length exists), WRITTEN, or
     a negative errno; 0 for later files that were not tried. A file appears under its name complete
@@ -292,8 +284,6 @@ def gather_entry(transfer: Transfer, place: int, to: memoryview) -> npt.NDArray[
     For plans without a discard buffer. Releases the GIL.
 
     Args:
-        transfer: how an entry lies in memory.
-        place: index of the chunk slot in memory.
         to: the entry, ``[file_nbytes]``; its header is left unchanged.
     """
     digests = np.empty(transfer.plan.blocks, dtype=np.uint64)
@@ -313,10 +303,6 @@ def fill_entry(
     Releases the GIL.
 
     Args:
-        transfer: how an entry lies in memory.
-        place: index of the chunk slot in memory.
-        into: memory for the header and the digests.
-        file: their row.
         data: the entry's bytes from ``offset`` on. Only reads that lie wholly inside are taken.
         offset: where in the entry they begin.
     """
@@ -349,7 +335,6 @@ class ChunkNames(Sequence[str]):
 
     @classmethod
     def of(cls, names: Iterable[str]) -> ChunkNames:
-        """Return these names in this form."""
         return cls.read("".join(names).encode("ascii"))
 
     @classmethod
@@ -359,7 +344,6 @@ class ChunkNames(Sequence[str]):
 
     @classmethod
     def joined(cls, parts: Sequence[ChunkNames]) -> ChunkNames:
-        """Return all of these, one after the other."""
         return cls(np.concatenate([one.digits for one in parts]))
 
     def __len__(self) -> int:
@@ -485,10 +469,8 @@ def delete_chunks(
 
     Args:
         space: descriptor of the namespace directory; all paths start there.
-        names: the chunks.
         mtimes_ns: what their directories' mtimes were. One with another mtime stays,
         seen_ns: and one whose status changed from then on.
-        nbytes: how much to free.
         ordinary: what they may hold, and where they are deleted.
 
     Releases the GIL once. Deletes nothing without native code.
@@ -509,7 +491,6 @@ def delete_chunks(
 
 
 _MOVE_THREAD_NBYTES: Final = 1 << 19
-"""Bytes per thread."""
 _STREAMED_NBYTES: Final = 8 << 20
 """Copies from this size on bypass the CPU caches, where they would not stay anyway."""
 
@@ -543,10 +524,8 @@ class StridedCopy(ctypes.Structure):
         Args:
             shape: heads, dims, and bytes per element: 1, 2, 4 or 8.
             to: bytes from one head, token and dim to the next in the target; not negative.
-            from_: the same in the source.
             target: addresses of each box's first element in the target.
             source: the same in the source; equally many, of any shape.
-            tokens: of each box.
 
         The caller guarantees the memory: it exists, it is aligned to the elements, and no target
         element is named twice.
@@ -558,7 +537,6 @@ class StridedCopy(ctypes.Structure):
         super().__init__(tables[2].size, *shape, *sides, *addresses)
 
     def plain(self) -> fallback.Strided:
-        """Return the same for the Python fallback."""
         return (self.heads, self.dims, self.item), self.to, self.from_, self.keep
 
     @property

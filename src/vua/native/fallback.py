@@ -108,7 +108,6 @@ def hash_chain(parent: bytes, ids: memoryview, chunk_nbytes: int) -> bytes:
     Args:
         parent: hashed before the first chunk's ids: a digest, or empty.
         ids: token ids of whole chunks, contiguous bytes.
-        chunk_nbytes: bytes of a chunk's ids.
 
     Each is the SHA-256 of the previous digest and its chunk's ids; see :mod:`vua.format.keys`.
     """
@@ -184,14 +183,10 @@ def read_entry(
 
 
 class _Piece(NamedTuple):
-    """What one read of a plan moves."""
-
     offset: int
     nbytes: int
     block: int
-    """The first checksum block."""
     header: Sequence[memoryview]
-    """The header, if it is part of it."""
     parts: Sequence[Sequence[memoryview]]
     """The memory of each checksum block."""
 
@@ -199,7 +194,6 @@ class _Piece(NamedTuple):
 def _pieces(
     transfer: Transfer, place: int, header: npt.NDArray[np.uint8], discard: int = 0
 ) -> Iterator[_Piece]:
-    """Yield the pieces of an entry in memory, in file order."""
     blocks = blocks_of(transfer, place, discard)
     for _, _, with_header, nbytes, offset, block, stop in transfer.plan.reads.tolist():
         opening = [header.data] if with_header else []
@@ -207,7 +201,6 @@ def _pieces(
 
 
 def _read_pieces(transfer: Transfer, place: int, into: Headers, file: int) -> Iterator[_Piece]:
-    """As :func:`_pieces`, with memory for what is read only to be verified."""
     discard = into.discard
     kept = np.empty(transfer.plan.discard_nbytes, np.uint8) if discard is None else discard[file]
     yield from _pieces(transfer, place, into.headers[file], kept.ctypes.data)
@@ -276,8 +269,6 @@ def _write_durably(
     headers: npt.NDArray[np.uint8],
     options: WriteOptions,
 ) -> list[int]:
-    """Write and sync files, then the directories that lead to them, each directory once."""
-
     def write(job: Job[int]) -> int:
         file = job.what
         try:
@@ -309,7 +300,6 @@ def _write_entry(
     header: npt.NDArray[np.uint8],
     options: WriteOptions,
 ) -> int:
-    """Write one file unless it is there. Raises OSError."""
     name, temporary = options.file_name.decode(), f"{options.temporary.decode()}-{place}"
     with contextlib.ExitStack() as stack:
         fan = make_directory(dir_fd, path.partition("/")[0], options.directory_mode)
@@ -375,7 +365,6 @@ def _write_bytes(
 
 
 def _write(fd: int, views: Sequence[memoryview], offset: int) -> None:
-    """Write all views. Raises OSError."""
     if vectors.move_all(os.pwritev, fd, views, offset) != sum(map(len, views)):
         raise OSError(errno.EIO, "the system wrote 0 bytes and gave no reason")
 

@@ -19,11 +19,6 @@ _DISCARDED: Final = ARRAYS_MAX
 def blocks_of(transfer: Transfer, place: int, discard: int = 0) -> Iterator[list[memoryview]]:
     """Yield the bytes of each checksum block of a chunk, in parts, to be read or written.
 
-    Args:
-        transfer: how entries lie in memory.
-        place: index of the chunk slot in memory.
-        discard: address of the discard buffer.
-
     Raises LayoutError for spread memory: it has no rows.
     """
     if transfer.spread is not None:
@@ -63,7 +58,6 @@ def _cuts(transfer: Transfer) -> Cuts:
 
 
 def _joined(parts: list[tuple[int, int, int]], segments: int) -> list[tuple[int, slice]]:
-    """Return a block's extents; those adjacent in memory become one."""
     joined: list[tuple[int, slice]] = []
     for array, start, nbytes in parts:
         begin = start

@@ -18,7 +18,6 @@ from typing import Final
 _LINE: Final = b"\nVUA native code, built from %s, sha256 %s\n"
 _DIGITS: Final = 64  # of a SHA-256 in hexadecimal
 NBYTES: Final = len(_LINE) + 2 * (_DIGITS - len(b"%s"))
-"""Length of the line."""
 
 
 def library_path(folder: Path, machine: str) -> Path:
@@ -51,7 +50,6 @@ def fault_of(library: bytes, built_from: bytes) -> str | None:
     """Say what is wrong with a library's file; None if it may be loaded.
 
     Args:
-        library: all bytes of the file.
         built_from: :func:`sources_digest` of the sources that it must be built from.
     """
     compiled, line = library[:-NBYTES], library[-NBYTES:]

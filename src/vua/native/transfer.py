@@ -111,12 +111,10 @@ class HeaderForm(ctypes.Structure):
         """Describe the headers of ``len(middles)`` files.
 
         Args:
-            start: their first bytes.
             middles: what follows in each file, of equal length.
             end: what follows the variable part, up to the checksums.
             variable: each byte of the variable part, or :data:`KINDS` and the bits of some kinds.
             kinds: ``[256]``, the bits of the kinds that a byte is of.
-            check_offset: offset of the self-check.
         """
         text = "".join(middles).encode()
         sizes = len(start), len(text) // len(middles), len(end), len(variable)
@@ -259,10 +257,7 @@ class WriteOptions(ctypes.Structure):
             temporary: prefix of the name until the file is complete; unique to this call.
             check_offset: offset of the header's self-check; 0: headers are complete.
             allocate_nbytes: files of this size and more get their disk space first.
-            directory_mode: of directories that are made.
-            file_mode: of files.
             uids: owners whose files count as present; None: all.
-            durable: fsync each file, and the directories that lead to it.
         """
         self.uids, self.durable = uids, durable
         whose = (None, 0) if uids is None else (ctypes.addressof(uids), len(uids))

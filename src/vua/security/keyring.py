@@ -175,7 +175,6 @@ class Keyring:
         self._seals: dict[str, tuple[object, Seal]] = {}
         self._gone: set[Path] = set()
         self.faults = KeyFaults()
-        """Logs faults of these keys."""
 
     def naming(self, salt: bytes = b"") -> Naming | None:
         """Return what makes chunk names of a request with this salt secret; None for plain names.
@@ -187,7 +186,6 @@ class Keyring:
         return None if seal is None else Naming(tenant, seal.naming)
 
     def seals(self, tenant: str = "") -> bool:
-        """Whether files of a tenant (default: the directory) are sealed."""
         return self._path(tenant) is not None
 
     def seal(self, tenant: str = "") -> Seal | None:
@@ -224,7 +222,6 @@ class Keyring:
         return known[1]
 
     def _check_directory(self, path: Path) -> None:
-        """Check that other users cannot replace a tenant's key. Raises NoKeyError."""
         try:
             _check_directory(path.parent, self._security)
         except (ConfigError, OSError) as problem:
@@ -249,7 +246,6 @@ class KnownKeys:
         """
         own, directory = security.key_file, security.tenant_keys
         self.tenants = 0
-        """Number of tenants' keys."""
         paths = [] if own is None else [Path(own)]
         if directory is not None:
             tenants = _tenant_files(Path(directory))
@@ -261,7 +257,6 @@ class KnownKeys:
 
     @property
     def ids(self) -> frozenset[str]:
-        """The ids of these keys in headers, 16 hex digits each, the same in every namespace."""
         return frozenset(self._keys)
 
     def seal(self, namespace: str, key_id: str, *, encrypt: bool) -> Seal | None:

@@ -97,7 +97,6 @@ class Seal:
 
         Args:
             codec: of its file, of this kind of seal.
-            key: the chunk.
             blocks: the bytes of each of its checksum blocks, in parts.
             into: memory for the encrypted payload, if the kind is ENCRYPTED.
         """
@@ -118,8 +117,6 @@ class Seal:
 
         Args:
             codec: of its file; it has checked the header.
-            key: the chunk.
-            header: of its file.
             blocks: the bytes of its checksum blocks, in parts.
             places: the indices of these blocks in the file.
 
@@ -138,7 +135,6 @@ class Seal:
 
         Args:
             codec: of the file; it has checked the header.
-            key: the chunk.
             header: of the file; must not change meanwhile.
             places: the indices of these checksum blocks in the file.
 

@@ -74,13 +74,11 @@ class Security:
 
     @property
     def uids(self) -> frozenset[int] | None:
-        """The users whose files are read; None: all."""
         if self.trusted_uids == "any":
             return None
         return frozenset((os.geteuid(), _ROOT, *(int(uid) for uid in self.trusted_uids)))
 
     def trusts(self, uid: int) -> bool:
-        """Whether files of user ``uid`` are read."""
         uids = self.uids
         return uids is None or uid in uids
 

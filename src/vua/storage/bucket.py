@@ -132,9 +132,7 @@ class Bucket:
         self._reads, self._writes = client.reads, client.writes
         self._last = ""
         self._way = 0
-        """Which of `_WAYS` this server accepts."""
         self._checked: Any = None
-        """A client that sends checksums."""
 
     @classmethod
     def at(cls, url: str) -> Bucket:
@@ -190,7 +188,6 @@ class Bucket:
         return first, data[:nbytes]
 
     def _get(self, key: str, options: Any) -> tuple[Meta, memoryview]:
-        """Get what one request brings. Raises as :meth:`get`."""
         with self._request("get", key):
             answer = self._library.get(self._reads, key, options=options)
             data = memoryview(answer.bytes())
@@ -226,7 +223,6 @@ class Bucket:
         self._count("written_nbytes", len(data))
 
     def _put(self, key: str, data: Any, create: bool, checked: bool, conditional: bool) -> None:  # noqa: FBT001
-        """Write an object in one of `_WAYS`. Raises the client's exceptions."""
         if create and not conditional:
             with suppress(FileNotFoundError):
                 self._count("head")
@@ -410,8 +406,6 @@ class Bucket:
 
 
 class _Runtime:
-    """Shared by all buckets of a process: threads, and whether connections were inherited."""
-
     def __init__(self) -> None:
         self.threads = Pool[None](REQUESTS_AT_ONCE, "vua-bucket")
         self.small = Pool[None](_SMALL_REQUESTS, "vua-bucket-small")

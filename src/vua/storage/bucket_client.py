@@ -34,11 +34,9 @@ _STATUS: Final = re.compile(r"\b([345]\d\d) [A-Z][A-Za-z ]{2,40}")
 _LENT_TEXT: Final = re.compile(
     r"External \w+ credential provider: \w+: (?:\[Errno \d+\] )?([^\n]{1,500})"
 )
-"""The message of an exception that our own provider of credentials raised."""
 _DENIED: Final = "AccessDenied"
 _REFUSED: Final = ("PermissionDeniedError", "UnauthenticatedError")
 _CHANGES: Final = ("put", "copy", "delete")
-"""Kinds of requests that need the right to write."""
 _READ: Final = "s3:GetObject; where there is no such object, s3:ListBucket"
 _RIGHTS: Final = {
     "get": _READ,
@@ -323,7 +321,6 @@ def _check(url: str, name: str, value: str | None, form: str, expected: str) -> 
 
 
 def _s3(url: str) -> _Settings:
-    """Return the settings of S3 and compatible stores. Raises ConfigError."""
     keys = [name for name in _SECRETS[:2] if name in os.environ]
     if len(keys) == 1:
         (missing,) = set(_SECRETS[:2]) - set(keys)
@@ -380,7 +377,6 @@ def _session(url: str) -> Any | None:
 
 
 def _from_session(url: str, session: Any, identity: str) -> tuple[str, dict[str, Any]]:
-    """Return the credentials' source, and obstore's settings. Raises ConfigError."""
     errors = importlib.import_module("botocore.exceptions")
     providers = importlib.import_module("botocore.configprovider")
     options: dict[str, Any] = {}

@@ -24,7 +24,6 @@ PRICES: Final = (
 )
 """Whose prices these are, and where and when they were read."""
 KINDS: Final = tuple(_DOLLARS)
-"""Kinds of requests, as :attr:`vua.storage.bucket.Bucket.counts` has them."""
 DOLLARS_PER_GB_MONTH: Final = 0.023
 """Per 10^9 bytes stored."""
 

@@ -82,7 +82,6 @@ def claimable_bucket(bucket_path: BucketPath, *, tool: bool = False) -> bool:
 
 
 def _make_mark(bucket_path: BucketPath) -> None:
-    """Write the mark where it is missing. Raises StorageError."""
     key = (bucket_path / MARK).key
     try:
         bucket_path.bucket.put(key, mark_text(), create=True)

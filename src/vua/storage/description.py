@@ -175,7 +175,6 @@ def _is_of_other_version(data: bytes, name: str) -> bool:
 
 
 def _read(path: str, directory: int | None = None) -> bytes:
-    """Return a description's bytes. Raises OSError; ConfigError for a file that cannot be one."""
     flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK  # a FIFO cannot hang it
     with open(os.open(path, flags, dir_fd=directory), "rb") as stream:
         status = os.fstat(stream.fileno())

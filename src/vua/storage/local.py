@@ -120,7 +120,6 @@ class LocalStorage:
         """Open ``directory``, which must exist.
 
         Args:
-            directory: the namespace directory.
             durable: fsync each file and its directory before it counts as stored. Without it a
                 power cut may damage recent files, which are then misses.
             renew: makes the directory before a write, if the path names none. Without it the path
@@ -128,7 +127,6 @@ class LocalStorage:
             security: whose files are read, and the modes of new files.
             check: raises OSError or VUAError if a directory that the path now names must not be
                 used.
-            clock: gives seconds.
 
         Raises OSError; StorageError if the directory belongs to an untrusted user.
         """
@@ -255,7 +253,6 @@ class LocalStorage:
         self.first_reads = FirstReads()
 
     def _hold_named(self, named: tuple[int, int] | None, why: Exception | None) -> None:
-        """Hold the directory that the path names now, and log it. Raises OSError, VUAError."""
         if self._check is not None:
             self._check()
         before, fresh = self._held, open_directory(self.directory, self._security)
@@ -374,7 +371,6 @@ class LocalStorage:
             close_quietly(fd)
 
     def exists(self, names: Sequence[str], nbytes: int | None = None) -> Sequence[bool]:
-        """Whether files exist, are readable, and have that size."""
         self.follow()
         return [self._exists(name, nbytes) for name in names]
 
@@ -489,7 +485,6 @@ class LocalStorage:
         return self.follow(doubt=True, make=True)
 
     def _doubt(self, problem: Exception) -> None:
-        """Check the path if a call reports that the server or the mount has died."""
         if isinstance(problem, OSError) and problem.errno in _DEAD and self._held is not None:
             self._dead = True
             self.follow(doubt=True)

@@ -25,11 +25,9 @@ class Tiers:
 
     near: Path
     far: tuple[Path | BucketPath, ...]
-    """The slower tiers, the nearest first."""
 
     @property
     def places(self) -> tuple[Path | BucketPath, ...]:
-        """All tiers, the nearest first."""
         return (self.near, *self.far)
 
     @property

@@ -36,7 +36,6 @@ _TEXT: Final = (
     "A cache of VUA. In a directory with this file, VUA deletes what it has written itself."
 )
 MAX_MARK_NBYTES: Final = 4096
-"""Most bytes read of a mark."""
 _FLAGS: Final = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
 
 
@@ -89,10 +88,6 @@ _NO_CONTENT: Final = re.compile(
 
 def claim(root: str | os.PathLike[str], *, mode: int = 0o600) -> None:
     """Check ``root``'s mark before the first write there; an empty directory gets it.
-
-    Args:
-        root: an existing directory.
-        mode: of the mark, if it is made.
 
     Safe for any number of concurrent processes. Raises OSError, also if it is empty and this
     process may not write to it; ConfigError for a directory without the mark that holds something.
@@ -150,7 +145,6 @@ def check_root(
     """Return ``root`` as an existing directory; only its last part is created (0700).
 
     Args:
-        root: the directory.
         create: whether it will be written to. It is created if missing, but not its parent, which
             may be a disk that is not mounted. An empty one gets the mark (see `vua.storage.mark`).
         security: who may own it, and its mode; by default not checked.
@@ -215,7 +209,6 @@ def _missing_above(path: Path) -> str:
 
 
 def _claim(root: Path, mode: int) -> None:
-    """Mark a new directory; an empty one that cannot be written to is used without the mark."""
     try:
         claim(root, mode=mode)
     except OSError:

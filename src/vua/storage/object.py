@@ -201,7 +201,6 @@ class ObjectStorage:
     def _get(
         self, batch: Batch, index: int, offset: int, nbytes: int, tags: dict[int, bytes]
     ) -> None:
-        """Copy one part of an entry to its place in memory. Raises OSError, CorruptEntryError."""
         name, whole = batch.names[index], nbytes == batch.nbytes
 
         def note(meta: Meta) -> None:
@@ -241,8 +240,6 @@ class ObjectStorage:
         return bytes(self._bucket.get(self._key(name), 0, MAX_HEADER_NBYTES)[1])
 
     def exists(self, names: Sequence[str], nbytes: int | None = None) -> Sequence[bool]:
-        """Ask for the objects' descriptions, several at a time."""
-
         def head(key: str) -> int | None:
             with suppress(OSError):
                 if key in self._bucket.stuck:
@@ -305,7 +302,6 @@ class ObjectStorage:
             self._renewed_s = now_s
 
     def _put(self, batch: Batch, index: int) -> int:
-        """Write one object; return its status. Raises OSError."""
         name = batch.names[index]
         with self._bucket.in_flight(batch.nbytes):
             data = batch.entry(index, self._bucket.memory(batch.nbytes))

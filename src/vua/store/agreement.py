@@ -61,13 +61,7 @@ random weights amplify a rounding more than twofold per layer; they set this val
 
 
 def tolerance(dtype: str, layer: int, *, quantised: bool = False) -> float:
-    """Return the distance up to which a layer agrees; 0 for integers, which are not rounded.
-
-    Args:
-        dtype: of K and V, a safetensors name.
-        layer: the layer's number in the model, from 0.
-        quantised: whether the model computes with quantised weights or activations.
-    """
+    """Return the distance up to which a layer agrees; 0 for integers, which are not rounded."""
     rounding = _ROUNDING.get(dtype)
     if rounding is None:
         return 0.0
@@ -84,7 +78,6 @@ class Agreement:
     """See the module; infinite if one of them is not a number."""
     tolerance: float
     layer: int
-    """Its number in the model."""
     part: str
     """``K`` or ``V``."""
 
@@ -121,9 +114,6 @@ def compare(
     Args:
         computed: K, and V if there is one: ``[heads, layers, tokens, dim]`` each.
         stored: the same.
-        dtype: of both, a safetensors name.
-        layers: the numbers of these layers in the model.
-        quantised: see :func:`tolerance`.
     """
     worst: Agreement | None = None
     for part, ours, theirs in zip("KV", computed, stored, strict=False):

@@ -67,7 +67,6 @@ class EntryReader:
 
         Args:
             keys: the chunks; the i-th goes to slot ``place + i``.
-            place: slot of the first.
             seal: the seal they must have; encrypted entries are decrypted in memory.
             believed: names of trusted writers; by default all.
 
@@ -102,7 +101,6 @@ class EntryReader:
 
         Args:
             keys: the chunks, at least one; the i-th goes to slot ``places[i % len(places)]``.
-            places: chunk slots of the memory.
             into: memory for headers, one row per chunk slot.
             believed: names of trusted writers; by default all.
             hashed: whether payloads are hashed here. Without it the caller must compare their

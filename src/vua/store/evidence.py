@@ -38,12 +38,7 @@ Stated: TypeAlias = Mapping[str, KVLayout]
 
 
 def stated_layouts(storage: Storage, namespace: str) -> Stated:
-    """Return the layouts in some sound headers. Raises nothing for the storage's state.
-
-    Args:
-        storage: of the namespace; untrusted files are not read.
-        namespace: its name.
-    """
+    """Return the layouts in some sound headers. Raises nothing for the storage's state."""
     most = _HEADERS if storage.capabilities.probes == 1 else _FAR_HEADERS
     votes: dict[str, Counter[KVLayout]] = {}
     found = 0

@@ -62,7 +62,6 @@ class TieredCapacity(Capacity):
         storage.travels, seen = self.travel, self.travel.resend_missing
         self._buckets = [one for one in storage.far if isinstance(one, ObjectStorage)]
         self.renewals = [Renewal(one, bounds, seen) for one in self._buckets]
-        """Renew used objects, one per bucket."""
 
     def used(self, keys: Keys, chunks: int, *, wait: bool = False, storing: bool = False) -> None:
         """As in a directory; also renew old objects in buckets, in the background."""
@@ -106,7 +105,6 @@ def _locate_bucket(root: str, *, create: bool) -> BucketPath:
 
 
 def _locate_tier(root: str, *, create: bool, security: Security | None) -> Path | BucketPath:
-    """Return the location of a slower tier, reachable or not. Raises ConfigError."""
     place = Path(os.path.abspath(root)) if is_directory_name(root) else at(root)  # noqa: PTH100
     problem: object = None
     try:
@@ -249,7 +247,6 @@ def _open_tiers(
     layouts: Sequence[KVLayout],
     security: Security,
 ) -> list[LocalStorage | ObjectStorage]:
-    """Open the slower tiers; an unreachable one is left out, with a warning."""
     found: list[LocalStorage | ObjectStorage] = []
     for root in places:
         path = root / identity.namespace

@@ -27,7 +27,6 @@ class ModelDescription:
     """A model's identity without its weights, which take longer to identify."""
 
     files: Sequence[Path]
-    """The files that hold the weights."""
     others: Identity
     """The other fields of the identity."""
     check: Callable[[Weights | None, threading.Event], Weights]
@@ -60,9 +59,7 @@ class LazyStore(Generic[_T]):
         """Start identifying the model, on its own thread.
 
         Args:
-            described: the model, without its weights.
             open_: opens the store of an identity. May raise VUAError and OSError.
-            log: gets one line if nothing can be loaded or saved.
         """
         self._described, self._open, self._log = described, open_, log
         self._opened: _T | None = None
@@ -101,7 +98,6 @@ class LazyStore(Generic[_T]):
         return not self._identification.answer.done()
 
     def _identified(self, answer: Future[Weights]) -> None:
-        """Store what was kept, on the thread of the search."""
         if answer.exception() is None:
             found = answer.result()
             self._log.info(

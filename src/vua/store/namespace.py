@@ -129,7 +129,6 @@ class Namespace:
     """
 
     travel: Travel | None = None
-    """Copies entries between the tiers of a tiered cache."""
 
     def __init__(
         self,
@@ -192,13 +191,8 @@ class Namespace:
         """Open the namespace of ``identity`` for reading and writing; it is made if missing.
 
         Args:
-            root: directory of the cache.
-            identity: everything that K and V depend on.
-            layouts: one per group of the model's layers.
-            durable: as for :class:`vua.storage.local.LocalStorage`.
             bounds: this process's limits on the cache's size; ``bounds.json`` and the defaults of
                 :mod:`vua.capacity.limits` apply, too.
-            security: whose files are read, the modes of new files, and the keys.
 
         Raises:
             LayoutError: the namespace holds other layouts; nothing stored is touched.
@@ -229,7 +223,6 @@ class Namespace:
         """Name a prompt's chunks, the same for all readers and writers.
 
         Args:
-            ids: token ids as :func:`vua.format.keys.token_ids` returns them.
             extras: chunk index -> (tag, value) pairs that K/V depend on from that chunk on.
             salt: the request's cache salt, which chooses the key that makes the names secret. It is
                 not itself an extra.
@@ -308,10 +301,7 @@ def described(
     unless one of them disagrees, too.
 
     Args:
-        read: returns its description.
-        layouts: required layouts, one per group of layers.
         make: describes it if no description is sound; with ``anew=True`` in any case.
-        open_: opens it then.
 
     Raises LayoutError if it holds other layouts, StorageError.
     """
@@ -345,7 +335,6 @@ class Place:
     path: Location
     """Absolute."""
     made: bool
-    """Whether it was made just now."""
     usage: Usage | None
     """None for a bucket: counting costs requests."""
 

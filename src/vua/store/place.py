@@ -127,9 +127,7 @@ def prepare(
     """Return ``root`` as a directory that an engine can use; only its last part is created.
 
     Args:
-        root: the directory.
         security: who may own it, and its mode, as in the engine's settings.
-        writes: whether the engine stores, too.
 
     Raises:
         ConfigError: it is a file, its parent is missing (a mistyped path, a disk that is not

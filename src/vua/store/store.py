@@ -46,7 +46,6 @@ _ABSENT_S: Final = 2.0
 _LISTED_S: Final = 10.0
 """Interval of checking in which shards a chunk is stored: listing is expensive."""
 _MOST: Final = 1 << 17
-"""Most names remembered."""
 
 
 class Search:
@@ -267,7 +266,6 @@ class Store:
         self._plans: dict[tuple[Shard, Shard, Shard, int, str], EntryPlan] = {}
         self._last_cover: dict[Shard, list[tuple[Shard, Shard]]] = {}
         self.search = Search(storage, layout) if storage.capabilities.probes > 1 else None
-        """Looks up chunks if an answer takes long."""
         self.quarantine = Quarantine(storage)
         self.counts: Counter[str] = self.quarantine.counts
         """Events so far: chunks_loaded, chunks_saved, chunks_present, chunks_refused, missing,
@@ -315,7 +313,6 @@ class Store:
         not from this: then the hole is filled.
 
         Args:
-            keys: the prompt's chunk keys.
             shards: the files that this kind of engine writes, probed first; by default the whole
                 model. Chunks stored in other shards that cover the model count as well.
         """
@@ -351,7 +348,6 @@ class Store:
         return [shard for shard in found if shard is not None]
 
     def used(self, keys: Keys, chunks: int, *, wait: bool = False, storing: bool = False) -> None:
-        """Note that the first ``chunks`` chunks were used; see :meth:`Capacity.used`."""
         if self.capacity is not None:
             self.capacity.used(keys, chunks, wait=wait, storing=storing)
 
@@ -371,7 +367,6 @@ class Loader:
         """Load into writable ``memory``, which holds ``target``: by default the whole model."""
         self._store, self._memory, self._target = store, memory, target or store.layout.full
         self.chunks = memory.chunks(store.layout.chunk_tokens)
-        """How many chunks the memory has space for."""
         self._readers: dict[tuple[Shard, Shard, str], EntryReader] = {}
         self._seal: Seal | None = None
         self._follow(store._last_cover.get(self._target) or [(self._target, self._target)])
@@ -444,7 +439,6 @@ class Loader:
         return chunks
 
     def _unlock(self, tenant: str) -> None:
-        """Use the key that seals a tenant's files. Raises NoKeyError."""
         before, self._seal = self._seal, self._store.keyring.seal(tenant)
         if (before and before.kind) != (self._seal and self._seal.kind):
             self._follow(self._cover)

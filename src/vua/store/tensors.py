@@ -27,7 +27,6 @@ class Sequences(NamedTuple):
     ids: list[bytes]
     rows: list[torch.Tensor]
     listed: bool
-    """Whether the answer is a list."""
 
 
 def sequences(tokens: torch.Tensor | Sequence[torch.Tensor] | Sequence[int]) -> Sequences:
@@ -156,11 +155,6 @@ def sequences_with_caches(
 
 def stored_rows(store: Store, key: ChunkKey, shard: Shard) -> list[torch.Tensor] | None:
     """Load one stored layer and head, as :meth:`Cache.rows` returns it.
-
-    Args:
-        store: holds the chunk.
-        key: the chunk.
-        shard: of one layer and head.
 
     None if it cannot be loaded, e.g. because it is damaged or was evicted meanwhile.
     """

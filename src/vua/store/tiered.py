@@ -31,7 +31,6 @@ class TieredStorage:
 
     @property
     def tiers(self) -> tuple[Storage, ...]:
-        """All tiers, the nearest first."""
         return (self.near, *self.far)
 
     @property
@@ -44,7 +43,6 @@ class TieredStorage:
     # -- reading ------------------------------------------------------------------------------
 
     def read(self, batch: Batch) -> ReadResult:
-        """Read each run of entries from the nearest tier that has its first."""
         with nullcontext() if self.travels is None else self.travels.reading():
             return self._read(batch)
 
@@ -103,7 +101,6 @@ class TieredStorage:
         raise FileNotFoundError(name)
 
     def exists(self, names: Sequence[str], nbytes: int | None = None) -> Sequence[bool]:
-        """Ask each tier for the entries that the nearer ones lack."""
         found = [False] * len(names)
         for tier in self.tiers:
             left = [index for index, there in enumerate(found) if not there]
@@ -150,7 +147,6 @@ def _before(batch: Batch, index: int) -> str:
 
 
 def _copy_rows(batch: Batch, first: int, part: Batch, count: int) -> None:
-    """Copy what a part read beside K and V, which are already in place."""
     rows = slice(first, first + count)
     batch.headers[rows] = part.headers[:count]
     batch.digests[rows] = part.digests[:count]

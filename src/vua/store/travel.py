@@ -41,7 +41,6 @@ _PAUSE_S: Final = 0.02
 """An entry waits until no read happened for so long: it must not slow loads. One load often follows
 another at once."""
 _LONGEST_WAIT_S: Final = 1.0
-"""Longest such wait."""
 _WAITING: Final = 1 << 16
 """Most names that wait for upload. The next scan of the directory finds the rest."""
 _RETRY_S: Final = (1.0, 60.0)
@@ -68,10 +67,7 @@ class Travel:
         """Start looking for entries that were not uploaded yet.
 
         Args:
-            near: the directory.
             far: the slower tiers, the nearest first.
-            namespace: 64 hex.
-            capacity: of the directory.
             where: names the slower tiers, for the marks: new ones get everything again.
         """
         self._near, self._far = near, tuple(far)
@@ -199,7 +195,6 @@ class Travel:
                     yield name, found[name], before
 
     def _bring(self, name: str, data: memoryview | int, before: str) -> None:
-        """Write one entry to the directory. Raises OSError, EntryError."""
         if self._near.exists([name])[0]:
             return
         data = memoryview(self._fetched(name, data)) if isinstance(data, int) else data
@@ -303,7 +298,6 @@ class Travel:
         return found
 
     def _send(self, name: str) -> None:
-        """Copy one entry to each slower tier. Raises OSError, EntryError."""
         if not self._far or self._is_sent(name):
             return
         try:
@@ -323,7 +317,6 @@ class Travel:
         self.counts["sent_nbytes"] += sent
 
     def _content(self, name: str) -> bytes:
-        """Return a file's bytes. Raises OSError, UntrustedError."""
         fd, _ = self._near.open_file(name)
         with os.fdopen(fd, "rb", buffering=0) as file:
             return file.read()  # all of it: one `pread` ends at 2 GiB

@@ -44,7 +44,6 @@ Run: TypeAlias = "tuple[int, frozenset[bytes]]"
 _SETUP: Final = 12
 _OF_SETUP: Final = re.compile(rb"[^ ]+ [0-9a-f]{12}(?=[0-9a-f]{8} )")
 _MOST: Final = 1 << 16
-"""Most chunks whose writers are remembered."""
 _MOST_ODD: Final = 1 << 12
 _MOST_READS: Final = 64
 """Headers read per prompt; chunks between two that were read count as the first one's."""
@@ -136,14 +135,12 @@ class Writers:
         return self._read(key) if found is None else found
 
     def learn(self, prefix_hash: bytes, writer: bytes) -> None:
-        """Note the writer of a chunk that a load refused."""
         self._known.pop(prefix_hash, None)
         if len(self._odd) >= _MOST_ODD:
             self._odd.clear()
         self._odd[prefix_hash] = frozenset((writer,))
 
     def _read(self, key: ChunkKey) -> frozenset[bytes]:
-        """Return the names in a chunk's headers; none if it cannot be read as a whole."""
         noted = WriterNames()
         if not all(self._note(key, shard, noted) for shard in self._shards):
             noted.clear()
@@ -323,7 +320,6 @@ class EntryWriter:
         return covered
 
     def _cover(self, shards: Sequence[Shard]) -> list[tuple[Shard, Shard]]:
-        """Return which of these shards together hold this one; none if they do not."""
         full = self.store.layout.full
         others = [one for one in shards if one != self.shard and full.contains(one)]
         return (cover(self.shard, others) or []) if others else []
@@ -348,7 +344,6 @@ class EntryWriter:
                 log.debug("saved chunk %s/%s", key.name[:12], self.shard.name)
 
     def _sealed(self, run: Sequence[ChunkKey], place: int, seal: Seal | None) -> Batch:
-        """Return a batch with new headers, and the payloads in stored form."""
         kind = seal.kind if seal else ""
         codec, transfer = self.store.codec(self.shard, kind), self._transfer(kind)
         headers = []

@@ -33,7 +33,6 @@ from vua.io.posix import closing_fd
 
 _PIECE_NBYTES: Final = 4 << 20
 _SMALL_NBYTES: Final = 16 << 20
-"""Smaller files are not worth starting threads for."""
 _SAMPLE_NBYTES: Final = 64 << 20
 _MAX_THREADS: Final = 8
 _NICENESS: Final = 10
@@ -108,7 +107,6 @@ def read_content(file: Path, expected: State, work: Work) -> Content:
     Args:
         file: any file; its suffix tells whether it holds tensors.
         expected: its state; another one before or after reading is an error.
-        work: how to read.
 
     Raises:
         ConfigError: it changed while it was read.
@@ -195,8 +193,6 @@ def _check(file: Path, expected: State, found: State) -> None:
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """A range of a file, and a prefix that makes its digest unique."""
-
     head: bytes
     start: int
     nbytes: int
@@ -242,7 +238,6 @@ def _read_header(fd: int, size: int) -> tuple[int, dict[str, _Tensor], dict[str,
 
 
 def _tensor(described: Any) -> _Tensor:
-    """Return a header's description of a tensor. Raises ValueError, TypeError, KeyError."""
     begin, end = described["data_offsets"]
     numbers = [begin, end, *described["shape"]]
     if any(type(number) is not int or number < 0 for number in numbers) or begin > end:

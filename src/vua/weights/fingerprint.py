@@ -229,7 +229,6 @@ def recall(key: str) -> dict[str, Any] | None:
 
 
 def _read_trusted(path: Path, *owners: int) -> bytes:
-    """Return a file that one of these users owns and no other may write. Raises OSError."""
     fd = os.open(path, _READ)
     with open(fd, "rb") as stream:  # noqa: PTH123
         found = os.fstat(fd)
@@ -323,7 +322,6 @@ class Weights:
     fingerprint: str
     """64 hex digits."""
     files: tuple[Path, ...]
-    """The files that were asked about."""
     nbytes: int
     read_nbytes: int
     """Bytes of the files that were read, by any process since `since_s`; the other files' digests
@@ -399,7 +397,6 @@ def identify_weights(
     is sound, and the files already read are remembered.
 
     Args:
-        files: all of them, in any order.
         cache: use and keep remembered digests.
         progress: called with the bytes read so far and the bytes to read, from any thread.
         stop: once set, the call ends with CancelledError.
