@@ -40,17 +40,33 @@ class Row(NamedTuple):
     """Why `vua.vllm.support` sends an engine to the tier; empty: to VUA's own connector."""
 
 
-def _tier(name: str, models: str, **tests: str) -> Row:
-    """A class of models by the tier; ``tests``: what was shown -> the end of the test's name."""
-    shown = {what.replace("_", " "): TIER + test for what, test in tests.items()}
-    return Row(name, models, "vllm", "rows", LENT, shown)
+def _class(name: str, models: str, case: str, **more: str) -> Row:
+    """A case of `test_classes.py` by the connector; ``more``: what else was shown -> the test."""
+    shown = {
+        "cold, restart, longer, branch, damage, noise": f"{CLASSES}row[{case}]",
+        "preempted": f"{CLASSES}preempted[{case}]",
+    }
+    return Row(name, models, "vllm", CANONICAL, "CPU", shown | _named(more))
 
 
-REUSE, MODELS = "tests/e2e/test_reuse.py::ReuseTest::", "tests/e2e/test_models.py::"
+def _tier(name: str, models: str, case: str = "", **more: str) -> Row:
+    """The same by the tier; ``more``: what else was shown -> the end of the test's name."""
+    shown = {"restart, longer, branch, damage": f"{CLASSES}by_tier[{case}]"} if case else {}
+    if case == "lfm2":
+        shown = {"restart, damage": f"{CLASSES}by_tier[{case}]"}
+    more = {what: TIER + test for what, test in more.items()}
+    return Row(name, models, "vllm", "rows", LENT, shown | _named(more))
+
+
+def _named(tests: dict[str, str]) -> dict[str, str]:
+    return {what.replace("_", " "): test for what, test in tests.items()}
+
+
+REUSE = "tests/e2e/test_reuse.py::ReuseTest::"
 PARALLEL = "tests/e2e/test_parallel.py::TensorParallelTest::"
 IDENTITY = "tests/e2e/test_identity.py::PictureTest::"
 ENCODERS = "tests/e2e/test_encoders.py::EncodersTest::"
-CLASSES = "tests/e2e/test_classes.py::"
+CLASSES = "tests/e2e/test_classes.py::TestClasses::test_"
 TIER = "tests/e2e/test_tier.py::TierTest::test_"
 LENT = "CPU, tier"
 ARCHITECTURES, ALONE = "tests/e2e/test_architectures.py::", "CPU, alone"
@@ -70,48 +86,22 @@ def _architectures() -> list[Row]:
 
 
 ROWS = (
-    Row(
-        *("full attention", "Llama, Qwen 2 and 3, Mistral", "vllm", CANONICAL, "CPU"),
-        {
-            "cold, restart": f"{REUSE}test_warm_equals_cold",
-            "branch": f"{REUSE}test_partial_prefix",
-            "own hit": f"{REUSE}test_prefix_cache_of_the_engine",
-            "preempted": f"{REUSE}test_preemption",
-            "noise": f"{REUSE}test_other_payloads_give_other_tokens",
-            "damage": "tests/e2e/test_damage.py::DamagedTest::test_flipped_bit",
-            "TP 1 to 2": f"{PARALLEL}test_one_worker_then_two",
-            "TP 2 to 1": f"{PARALLEL}test_two_workers",
-            "beside another store": "tests/e2e/test_multi.py::MultiTest::test_beside_another_store",
-        },
+    _class(
+        *("full attention", "Llama, Qwen 2 and 3, Mistral", "llama"),
+        own_hit=f"{REUSE}test_prefix_cache_of_the_engine",
+        TP_1_to_2=f"{PARALLEL}test_one_worker_then_two",
+        TP_2_to_1=f"{PARALLEL}test_two_workers",
+        beside_another_store="tests/e2e/test_multi.py::MultiTest::test_beside_another_store",
     ),
-    Row(
-        *("full and windowed layers", "gpt-oss, Gemma 3", "vllm", CANONICAL, "CPU"),
-        {
-            "cold, own hit, restart, longer, branch, damage, noise": f"{CLASSES}WindowsTest"
-            "::test_row",
-            "few full layers, preempted": "tests/e2e/test_matrix.py::MatrixTest::test_rows",
-            "TP 2 to 1": "tests/e2e/test_matrix.py::MatrixTest::test_hybrid_model_on_two_workers",
-        },
-    ),
-    Row(
-        *("windowed layers alone", "Mistral 7B v0.1", "vllm", CANONICAL, "CPU"),
-        {"cold, restart, branch, preempted": "tests/e2e/test_matrix.py::MatrixTest::test_rows"},
-    ),
-    Row(
-        *("layers that share caches", "Gemma 3n", "vllm", CANONICAL, "CPU"),
-        {"cold, restart": f"{MODELS}SharedCachesTest::test_gemma3n"},
-    ),
+    _class("full and windowed layers", "gpt-oss", "gpt-oss", TP_2_to_1=f"{CLASSES}workers"),
+    _class("few full layers", "Gemma 3", "gemma3"),
+    _class("windowed layers alone", "Mistral 7B v0.1", "mistral"),
+    _class("layers that share caches", "Gemma 3n", "gemma3n"),
     Row(
         *("latents (MLA)", "DeepSeek V2 and V3, Kimi K2", "vllm", CANONICAL, "CPU"),
         {"bytes after a restart": "tests/e2e/test_bytes.py::LatentBytesTest::test_latents"},
     ),
-    Row(
-        *("guesses by n-grams", "any model", "vllm", CANONICAL, "CPU"),
-        {
-            "own hit, restart, longer, branch, damage, noise": f"{CLASSES}NgramTest::test_row",
-            "preempted": f"{CLASSES}NgramTest::test_preempted",
-        },
-    ),
+    _class("guesses by n-grams", "any model", "n-grams"),
     Row(
         *("images", "LLaVA", "vllm", CANONICAL, "CPU"),
         {
@@ -158,9 +148,7 @@ ROWS = (
         "compressed latents",
     ),
     _tier(
-        *("full attention", "Llama"),
-        restart="llama",
-        damage="flipped_bits",
+        *("full attention", "Llama", "llama"),
         other_weights="other_weights_at_the_same_path",
         other_sizes="other_settings",
         another_setup="another_setup",
@@ -170,15 +158,17 @@ ROWS = (
         salts="salts",
         two_engines="two_engines_at_once",
     ),
-    _tier("full and windowed layers", "gpt-oss", restart="gpt_oss", branch="where_prompts_part"),
-    _tier("layers that share caches", "Gemma 3n", restart="gemma3n"),
-    _tier("full attention, fp8 cache", "--kv-cache-dtype fp8", restart="fp8"),
-    _tier("heads that differ", "Gemma 4", restart="gemma4"),
-    _tier("attention within chunks", "Llama 4", restart="llama4"),
-    _tier("gated delta net", "Qwen3-Next", restart="qwen3_next"),
-    _tier("short convolution", "LFM2", restart="lfm2", branch="where_prompts_part"),
-    _tier("draft by EAGLE", "Llama 3 with EAGLE", restart="eagle"),
-    _tier("draft in the model (MTP)", "ERNIE 4.5", restart="ernie_with_mtp"),
+    _tier(
+        "full and windowed layers", "gpt-oss", "gpt-oss", where_prompts_part="where_prompts_part"
+    ),
+    _tier("layers that share caches", "Gemma 3n", "gemma3n"),
+    _tier("full attention, fp8 cache", "--kv-cache-dtype fp8", "fp8"),
+    _tier("heads that differ", "Gemma 4", "gemma4"),
+    _tier("attention within chunks", "Llama 4", "llama4"),
+    _tier("gated delta net", "Qwen3-Next", "qwen3-next"),
+    _tier("short convolution", "LFM2", "lfm2", where_prompts_part="where_prompts_part"),
+    _tier("draft by EAGLE", "Llama 3 with EAGLE", "eagle"),
+    _tier("draft in the model (MTP)", "ERNIE 4.5", "mtp"),
     _tier("adapters (LoRA)", "Llama", restart="adapters"),
     _tier("images", "LLaVA", restart="pictures"),
     Row(

@@ -121,11 +121,6 @@ def llama4() -> Path:
     return small("Llama4ForCausalLM")
 
 
-def nemotron_h() -> Path:
-    """A Nemotron-H: layers with a state (Mamba 2), and attention."""
-    return small("NemotronHForCausalLM")
-
-
 def qwen3_next() -> Path:
     """A Qwen3-Next: layers with a gated delta net, and attention; its blocks have 160 tokens."""
     return small("Qwen3NextForCausalLM")

@@ -1,10 +1,9 @@
-"""What can happen to a stored chunk behind VUA's back. Used by the tests and by the driver."""
+"""What can happen to a stored chunk behind VUA's back."""
 
 from __future__ import annotations
 
 import shutil
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from pathlib import Path
 
 from vua.format.keys import KeyChain, token_ids
@@ -44,12 +43,6 @@ def truncate(path: Path) -> None:
         stream.truncate(path.stat().st_size // 2)
 
 
-def swap(one: Path, other: Path) -> None:
-    data = one.read_bytes()
-    one.write_bytes(other.read_bytes())
-    other.write_bytes(data)
-
-
 def vanish(path: Path) -> None:
     shutil.rmtree(path.parent, ignore_errors=True)
 
@@ -60,10 +53,3 @@ STRIKES: dict[str, Callable[[Path], None]] = {
     "vanish": vanish,
 }
 """What may strike while an engine runs."""
-
-
-def strike(root: Path, kind: str) -> None:
-    """Damage all files, of which some may be taken away meanwhile."""
-    for path in stored(root):
-        with suppress(FileNotFoundError):
-            STRIKES[kind](path)

@@ -30,10 +30,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-from e2e.aborts import generate_and_abort
-from e2e.ahead import running_ahead
 from e2e.changes import adapter, change_memory
-from e2e.damage import strike
 from e2e.pictures import make_llava, picture, stand_in_for_torchvision
 from e2e.snapshots import snapshots
 from e2e.trouble import trouble
@@ -225,10 +222,9 @@ def with_engine(phase: dict[str, Any]) -> dict[str, Any]:
 
         settings["weight_transfer_config"] = trainer.configured(settings["weight_transfer_config"])
     counts: dict[str, int] = {}
-    troubled = trouble(phase.get("trouble"), counts)
+    troubled = trouble(phase.get("trouble", {}))
     blocks: list[dict[str, list[str]]] | None = [] if phase.get("snapshots") else None
-    ahead = running_ahead(settings, counts)
-    with faults(phase), troubled, forked_workers(), counted(counts), snapshots(blocks), ahead:
+    with troubled, forked_workers(), counted(counts), snapshots(blocks):
         try:
             llm = LLM(**settings)
         except Exception as problem:  # noqa: BLE001 - the test decides what it should have been
@@ -276,8 +272,6 @@ def act(llm: Any, step: dict[str, Any]) -> list[list[dict[str, Any]]]:
     greedy = SamplingParams(max_tokens=step["max_tokens"], temperature=0, ignore_eos=True)
     if step["pooled"]:
         given = llm.embed(prompts, use_tqdm=False)
-    elif step["abort"]:
-        given = generate_and_abort(llm, prompts, greedy, step["abort"])
     else:
         adapters = [adapter(path) for path in step["loras"]] if any(step["loras"]) else None
         with hinted:
@@ -286,9 +280,6 @@ def act(llm: Any, step: dict[str, Any]) -> list[list[dict[str, Any]]]:
 
 
 def described_output(done: Any) -> dict[str, Any]:
-    """What a request gave; None: it was aborted."""
-    if done is None:
-        return {"tokens": [], "cached": 0, "finish": "abort"}
     if hasattr(done.outputs, "embedding"):
         return {"tokens": done.outputs.embedding, "cached": 0, "finish": ""}
     (output,) = done.outputs
@@ -397,28 +388,8 @@ def settle(llm: Any) -> None:
 
 
 @contextmanager
-def faults(phase: dict[str, Any]) -> Iterator[None]:
-    """Strike the directory each time a lookup has answered, so before anything is loaded."""
-    from vua.store.store import Store
-
-    kind = phase.get("strike_after_lookup")
-    if kind is None:
-        yield
-        return
-    original, root = Store.lookup, Path(phase["strike_at"])
-
-    def lookup(*args: Any, **kwargs: Any) -> int:
-        found = original(*args, **kwargs)
-        strike(root, kind)
-        return found
-
-    with mock.patch.object(Store, "lookup", lookup):
-        yield
-
-
-@contextmanager
 def counted(counts: dict[str, int]) -> Iterator[None]:
-    """Count tokens put into this process's engine's cache or drafted for it, and preemptions."""
+    """Count tokens put into this process's engine's cache, and preemptions."""
     from vllm.v1.core.sched.scheduler import Scheduler
 
     from vua.connector.group_transfer import CachedLoads
@@ -426,7 +397,7 @@ def counted(counts: dict[str, int]) -> Iterator[None]:
     from vua.store.store import Loader
 
     scatter, preempt = PagedKV.scatter_chunks, Scheduler._preempt_request
-    schedule, aim, load = Scheduler.schedule, CachedLoads.aim, Loader.load_cached
+    aim, load = CachedLoads.aim, Loader.load_cached
     aims: dict[int, Any] = {}
 
     def add(event: str, number: int) -> None:
@@ -451,18 +422,11 @@ def counted(counts: dict[str, int]) -> Iterator[None]:
         preempt(*args, **kwargs)
         add("preemptions", 1)
 
-    def counting_schedule(*args: Any, **kwargs: Any) -> Any:
-        output = schedule(*args, **kwargs)
-        for drafted in output.scheduled_spec_decode_tokens.values():
-            add("tokens_drafted", len(drafted))
-        return output
-
     with (
         mock.patch.object(PagedKV, "scatter_chunks", counting_scatter),
         mock.patch.object(CachedLoads, "aim", noting_aim),
         mock.patch.object(Loader, "load_cached", counting_load),
         mock.patch.object(Scheduler, "_preempt_request", counting_preempt),
-        mock.patch.object(Scheduler, "schedule", counting_schedule),
     ):
         yield
 

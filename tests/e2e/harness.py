@@ -84,8 +84,6 @@ class Batch:
     max_tokens: int = MAX_TOKENS
     loras: Sequence[str | None] = ()
     """Per prompt the directory of its adapter; empty: none has one."""
-    abort: Sequence[int] = ()
-    """Prompts whose requests are aborted while they are loaded, see `aborts`."""
     images: Sequence[int | None] = ()
     """Per prompt the seed of the picture that it holds; empty: none has one."""
     image_names: Sequence[str | None] = ()
@@ -107,7 +105,6 @@ class Batch:
             "salts": [self.salt] * count,
             "max_tokens": self.max_tokens,
             "loras": list(self.loras) or [None] * count,
-            "abort": self.abort,
             "images": list(self.images) or [None] * count,
             "image_names": list(self.image_names) or [None] * count,
             "processor": self.processor,
@@ -180,8 +177,6 @@ class Phase:
     """Further settings of the connector."""
     transfer: dict[str, Any] = field(default_factory=dict)
     """Further settings of kv_transfer_config."""
-    strike: str | None = None
-    """What happens to all files whenever a lookup has answered."""
     snapshots: bool = False  # whether to take digests of each request's blocks
     trouble: dict[str, Any] = field(default_factory=dict)
     """What else goes wrong meanwhile, see `trouble.trouble`."""
@@ -219,8 +214,6 @@ class Phase:
         bucket = {name: value for name, value in os.environ.items() if name.startswith("AWS_")}
         if environment := bucket | self.environment:
             described["environment"] = environment
-        if self.strike:
-            described |= {"strike_after_lookup": self.strike, "strike_at": str(self.root)}
         return described
 
     def _transfer(self, root: Path) -> dict[str, Any]:
@@ -254,8 +247,7 @@ class Served:
     so with those that a failed load did not bring."""
     finish: list[str]
     counts: dict[str, int]
-    """Events of the worker's store, "tokens_loaded" into the engine's cache, "tokens_drafted",
-    "preemptions", files "struck" by a storm.
+    """Events of the worker's store, "tokens_loaded" into the engine's cache, "preemptions".
     With several workers there are only the last."""
     blocks: list[dict[str, list[str]]]
     """Per request, if asked for: digests of its blocks' bytes when it ended, per layer."""
@@ -464,8 +456,3 @@ class EngineTest(unittest.TestCase):
             _filled[name] = models() / f"filled-{len(_filled)}"
             shutil.copytree(phase.root, _filled[name])
         return expected
-
-
-def loadable(prompt: Sequence[int], stored: int, chunk: int = CHUNK, block: int = 32) -> int:
-    """How many tokens of a prompt can be loaded when ``stored`` chunks of it are there."""
-    return min(stored * chunk // block * block, (len(prompt) - 1) // block * block)

@@ -1,17 +1,13 @@
 """Each architecture that vLLM serves, with weights that make attention count.
 
-Cold, then by another process the whole prompt, a longer one and one that shares a part; a bit
-flipped in each file; noise in the place of what is stored, with which other tokens come out. Of
-what vLLM cannot run on a CPU, or VUA does not store there, the reason is asked, and VUA describes
-its real configuration, as those of all.
+`rows` asks them. Of what vLLM cannot run on a CPU, or VUA does not store there, the reason is
+asked, and VUA describes its real configuration, as those of all.
 """
 
 from __future__ import annotations
 
 import json
 import os
-import shutil
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -20,28 +16,13 @@ from unittest import mock
 import pytest
 
 from e2e.checkpoints import with_biases
-from e2e.controls import exchange_for_noise
-from e2e.damage import flip, stored
+from e2e.damage import stored
 from e2e.engine import ENVIRONMENT
-from e2e.harness import (
-    PROMPT,
-    RESET,
-    RESET_ALL,
-    Batch,
-    Exchange,
-    Phase,
-    needs_windows,
-    run,
-    tier_at,
-    tokens,
-)
-from e2e.kinds import ALIGNED, KINDS, Kind
+from e2e.harness import Phase, needs_windows, run
+from e2e.kinds import KINDS, Kind
+from e2e.rows import WHOLE, check_by_tier, check_loads
 
 pytestmark = [pytest.mark.vllm, pytest.mark.soak]
-
-WHOLE = Batch([PROMPT[:642]])
-"""Two tokens are left to compute: states fade, and here they cannot."""
-OTHERS = (Batch([PROMPT[:642] + tokens(300, seed=4)]), Batch([PROMPT[:400] + tokens(150, seed=2)]))
 
 
 class TestArchitectures:
@@ -53,9 +34,13 @@ class TestArchitectures:
         check_door(name, kind, tmp_path)
         config = {"architectures": [name], **kind.config}
         model = with_biases(tmp_path / "model", kind.model_type, **config)
-        check = check_by_tier if kind.why_tier else check_loads
-        check = check_refused if kind.cannot else check
-        check(kind, {"model": str(model), **kind.engine}, tmp_path / "kv")
+        engine, root = {"model": str(model), **kind.engine}, tmp_path / "kv"
+        if kind.cannot:
+            check_refused(kind, engine, root)
+        elif kind.why_tier:
+            check_by_tier(engine, root, len(kind.loaded))
+        else:
+            check_loads(engine, root, kind.loaded)
 
 
 def check_door(name: str, kind: Kind, at: Path) -> None:
@@ -90,63 +75,6 @@ def check_door(name: str, kind: Kind, at: Path) -> None:
         if not kind.why_tier:
             found = describe(config, caches, ConnectorConfig(shared_storage_path=str(at)))
             assert len(found.identity.model) == 64
-
-
-def check_loads(kind: Kind, engine: dict[str, Any], root: Path) -> None:
-    """The same tokens in every way, and with noise other ones."""
-    others = OTHERS[: len(kind.loaded)]
-    flipped, noise = (root.with_name(name) for name in ("flipped", "noise"))
-
-    def phase(*batches: Batch | Exchange) -> Phase:
-        steps = [step for batch in batches for step in (RESET, batch)]
-        return Phase(steps, engine, root)
-
-    (cold,) = run(
-        phase(WHOLE, *(replace(one, salt=f"other {at}") for at, one in enumerate(others)))
-    )
-    assert cold.problem is None
-    assert len({*map(tuple, cold.tokens)}) == len(cold.tokens), cold.tokens
-    assert not any(cold.cached)
-    for copy in (flipped, noise):
-        shutil.copytree(root, copy)
-    for path in stored(flipped):
-        flip(path)
-    exchange_for_noise(noise, WHOLE.prompts[0])
-
-    again = (Exchange(flipped, root), WHOLE, Exchange(noise, root), WHOLE)
-    (warm,) = run(phase(WHOLE, *others, *again))
-
-    assert warm.problem is None
-    *right, wrong = warm.tokens
-    assert right == [*cold.tokens, cold.tokens[0]]
-    assert warm.cached == [640, *kind.loaded, 0, 640]
-    assert warm.counts["corrupt"] > 0
-    assert warm.counts["tokens_loaded"] >= 2 * 640 + sum(kind.loaded)
-    assert wrong != cold.tokens[0]
-
-
-def check_by_tier(kind: Kind, engine: dict[str, Any], root: Path) -> None:
-    """The same tokens by another process, of which a part is loaded; no damaged byte is."""
-    flipped, others = root.with_name("flipped"), OTHERS[: len(kind.loaded)]
-    engine = ALIGNED | engine
-
-    def phase(at: Path, *batches: Batch) -> Phase:
-        steps = [step for batch in batches for step in (RESET_ALL, batch)]
-        return Phase(steps, engine, at, transfer=tier_at(at))
-
-    apart = (replace(one, salt=f"other {at}") for at, one in enumerate(others))
-    (cold,) = run(phase(root, WHOLE, *apart))
-    assert cold.problem is None
-    assert len({*map(tuple, cold.tokens)}) == len(cold.tokens), cold.tokens
-    shutil.copytree(root, flipped)
-    for path in stored(flipped):
-        flip(path)
-
-    warm, damaged = run(phase(root, WHOLE, *others), phase(flipped, WHOLE))
-
-    assert (cold.tokens, cold.tokens[:1]) == (warm.tokens, damaged.tokens)
-    assert (not any(cold.cached), damaged.cached) == (True, [0])
-    assert warm.cached[0] >= 512
 
 
 def check_refused(kind: Kind, engine: dict[str, Any], root: Path) -> None:

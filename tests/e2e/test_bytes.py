@@ -5,18 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
 from e2e.architectures import deepseek
+from e2e.controls import exchange_for_noise
 from e2e.damage import CHUNK
 from e2e.harness import PROMPT, Batch, EngineTest
-from helpers import save_chunk
-from vua.device.buffers import StagingBuffer
-from vua.format.keys import KeyChain, token_ids
-from vua.storage.base import entry_name
-from vua.storage.description import descriptions
-from vua.store.namespace import Namespace
 
 pytestmark = pytest.mark.vllm
 
@@ -55,22 +49,10 @@ class LatentBytesTest(EngineTest):
 
         self.assertEqual(cold, warm)
 
-        self.replace(chunk=4)
+        exchange_for_noise(self.root, PROMPT, [4])
         other = self.blocks(loaded=LOADED)
 
         changed = set(range(4 * CHUNK // BLOCK, 5 * CHUNK // BLOCK))
         for name, digests in cold.items():
             found = {n for n, one in enumerate(digests) if one != other[name][n]}
             self.assertEqual(changed, found)
-
-    def replace(self, chunk: int) -> None:
-        """Store noise in the place of a chunk."""
-        (found,) = descriptions(self.root)
-        assert found.identity is not None
-        (store,) = Namespace.create(self.root, found.identity, found.layouts).stores
-        buffer = StagingBuffer(store.layout, store.layout.full, 1)
-        noise = np.random.default_rng(0).normal(size=len(buffer.bytes) // 4).astype(np.float32)
-        buffer.bytes[:] = noise.view(np.uint8)
-        key = KeyChain(token_ids(PROMPT), CHUNK)[chunk]
-        store.storage.delete(entry_name(key.name, store.layout.full))
-        save_chunk(store, key, buffer.memory)

@@ -1,114 +1,121 @@
-"""Models with windows, and with guesses, each the whole way, with a negative control.
+"""Classes of models by each door, each the whole way: `rows` asks them.
 
-Cold, its own hit, damaged, healed, a longer and two branching prompts by another process, noise in
-the place of what is stored; preempted; other numbers of workers. `tests/model_classes.py` lists
-where the other classes are tested.
+`tests/model_classes.py` lists where the other classes are tested.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import pytest
 
-from e2e.architectures import gpt_oss
-from e2e.controls import exchange_for_noise
-from e2e.damage import flip, stored
-from e2e.harness import PROMPT, RESET, Batch, EngineTest, llama, needs_windows, tokens
-from helpers import soak
+from e2e.architectures import (
+    deepseek,
+    eagle,
+    ernie,
+    gemma3,
+    gemma3n,
+    gemma4,
+    gpt_oss,
+    lfm2,
+    llama4,
+    qwen3_next,
+    small,
+)
+from e2e.harness import Phase, llama, needs_windows, run
+from e2e.kinds import DELTA_ENGINE, SHORT_ENGINE
+from e2e.rows import WHOLE, check_by_tier, check_loads, check_preempted
 
 pytestmark = [pytest.mark.vllm, pytest.mark.thorough]
 
-WHOLE = Batch([PROMPT[:642]])
-LONGER = Batch([PROMPT[:642] + tokens(300, seed=4)])
-BRANCHES = [Batch([PROMPT[:400] + tokens(150, seed=seed)]) for seed in (2, 3)]
-SHARING = Batch([PROMPT[:400] + tokens(150, seed=10 + at) for at in range(4)], max_tokens=40)
+CPU = Path("/proc/cpuinfo").read_text(encoding="utf-8")
 TP2: dict[str, Any] = {"tensor_parallel_size": 2}
+BY_TURNS = ("sliding_attention", "full_attention") * 2
+AVX512 = pytest.mark.skipif("avx512f" not in CPU, reason="vLLM needs AVX-512")
+AMX = pytest.mark.skipif("amx_tile" not in CPU, reason="without AMX it continues no prefix")
 
 
-class Row(EngineTest):
-    """What one class has to hold; the classes below are made of it."""
-
-    __test__ = False
-    engine: dict[str, Any] = {}  # noqa: RUF012 - each class has its own
-    others: tuple[Batch, ...] = (LONGER, *BRANCHES)
-    """Further prompts, each after vLLM has forgotten its own prefix cache."""
-    loaded: tuple[int, ...] = (640, 384, 384)
-    """Tokens that these load."""
-    damaged = "l"
-    """How the name of the damaged file begins: its kind of layers."""
-
-    def test_row(self) -> None:
-        """The same tokens in every way, and with noise other ones."""
-        later = [step for other in self.others for step in (RESET, other)]
-        first, *rest = self.baseline(WHOLE, *self.others, engine=self.engine)
-        self.assertEqual(len(rest) + 1, len({*map(tuple, [first, *rest])}))
-
-        cold = self.serve(WHOLE, RESET, WHOLE, engine=self.engine)
-        kind = (path for path in stored(self.root) if path.name.startswith(self.damaged))
-        flip(max(kind, key=lambda path: path.stat().st_mtime_ns))  # the last one of the prompt
-        warm = self.serve(WHOLE, RESET, WHOLE, *later, engine=self.engine)
-        exchange_for_noise(self.root, WHOLE.prompts[0])
-        noise = self.serve(WHOLE, engine=self.engine)
-
-        self.assertEqual([[first] * 2, [0, 640]], [cold.tokens, cold.cached])
-        self.assertEqual([first, first, *rest], warm.tokens)
-        self.assertEqual([640, *self.loaded], warm.cached[1:])
-        self.assertEqual(1, warm.counts["corrupt"])
-        self.assertGreater(warm.counts["tokens_loaded"], 640)
-        self.assertEqual([640], noise.cached)
-        self.assertNotEqual([first], noise.tokens)
-
-    @soak
-    def test_workers(self) -> None:
-        """Two workers, from what one has stored."""
-        self.fill(WHOLE, engine=self.engine)
-        expected = self.baseline(WHOLE, engine=self.engine | TP2)
-
-        served = self.serve(WHOLE, engine=self.engine | TP2)
-
-        self.assertEqual((expected, [640]), (served.tokens, served.cached))
+def mistral() -> Path:
+    """A Mistral of whose layers each has a window."""
+    return small("MistralForCausalLM", sliding_window=128)
 
 
-class StepsRow(Row):
-    """A class whose tokens do not depend on how vLLM cuts a prompt into steps."""
-
-    __test__ = False
-
-    def test_preempted(self) -> None:
-        """Prompts that share a beginning and are thrown out again and again, in small steps."""
-        small = self.engine | {"max_num_batched_tokens": 192, "enable_chunked_prefill": True}
-        expected = self.baseline(SHARING, engine=small)
-
-        served = self.serve(SHARING, RESET, SHARING, engine=small, trouble={"preempt_every": 25})
-
-        self.assertEqual(expected * 2, served.tokens)
-        self.assertGreater(served.counts.get("preemptions", 0), 0)
-        self.assertGreater(min(served.cached[4:]), 0)
+def drafted(method: str, count: int, **more: Any) -> dict[str, Any]:
+    return {"speculative_config": {"method": method, "num_speculative_tokens": count} | more}
 
 
-def drafted(method: str, **more: Any) -> dict[str, Any]:
-    return {"speculative_config": {"method": method, "num_speculative_tokens": 2} | more}
+class Case(NamedTuple):
+    """A class, and what is expected of it."""
+
+    model: Callable[[], Path] = llama
+    engine: Callable[[], dict[str, Any]] = dict
+    damaged: str = "l"
+    """How the names of its files begin that are damaged."""
+    others: int = 2
+    """How many other prompts are asked: tokens of some depend on how vLLM cuts a prompt."""
+    mark: Any = ()
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        return {"model": str(self.model()), **self.engine()}
 
 
-@pytest.mark.soak
-class NgramTest(StepsRow):
-    """Guesses of n-grams: K and V of the model alone. Each engine compiles their search anew."""
+CASES = {
+    "llama": Case(),
+    # each engine compiles the search for n-grams anew
+    "n-grams": Case(engine=lambda: drafted("ngram", 2, prompt_lookup_max=3), mark=pytest.mark.soak),
+    "gpt-oss": Case(gpt_oss, damaged="w128"),
+    "gemma3": Case(gemma3, damaged="w128"),
+    "gemma3n": Case(lambda: gemma3n(*BY_TURNS), damaged="w128"),
+    "gemma3n of one kind": Case(lambda: gemma3n(*["full_attention"] * 4)),
+    "mistral": Case(mistral, damaged="w128"),
+}
+BY_TIER = {
+    "llama": Case(),
+    "gpt-oss": Case(gpt_oss),
+    "gemma3n": Case(lambda: gemma3n(*BY_TURNS)),
+    "gemma4": Case(gemma4),
+    "llama4": Case(llama4),
+    "qwen3-next": Case(qwen3_next, lambda: DELTA_ENGINE),
+    "lfm2": Case(lfm2, lambda: SHORT_ENGINE, others=0),
+    "eagle": Case(engine=lambda: drafted("eagle", 2, model=str(eagle()))),
+    "mtp": Case(ernie, lambda: drafted("mtp", 1)),
+    "fp8": Case(engine=lambda: {"kv_cache_dtype": "fp8"}, mark=AVX512),
+    "deepseek": Case(deepseek, lambda: {"block_size": 16}, mark=AMX),
+}
 
-    __test__ = True
 
-    def setUp(self) -> None:
-        super().setUp()
-        self.engine = drafted("ngram", prompt_lookup_max=3) | {"model": str(llama())}
+def each(cases: dict[str, Case]) -> Any:
+    chosen = [pytest.param(case, id=name, marks=case.mark) for name, case in cases.items()]
+    return pytest.mark.parametrize("case", chosen)
 
 
 @needs_windows
-class WindowsTest(Row):
-    """Layers with a window beside full ones: a hit takes the last window of the former."""
+class TestClasses:
+    @each(CASES)
+    def test_row(self, case: Case, tmp_path: Path) -> None:
+        check_loads(case.settings, tmp_path / "kv", damaged=case.damaged)
 
-    __test__ = True
-    damaged = "w128"
+    @each(CASES)
+    def test_preempted(self, case: Case, tmp_path: Path) -> None:
+        check_preempted(case.settings, tmp_path / "kv")
 
-    def setUp(self) -> None:
-        super().setUp()
-        self.engine = {"model": str(gpt_oss())}
+    @each(BY_TIER)
+    def test_by_tier(self, case: Case, tmp_path: Path) -> None:
+        check_by_tier(case.settings, tmp_path / "kv", case.others)
+
+    def test_workers(self, tmp_path: Path) -> None:
+        """What two workers have stored of each group of layers one loads, and two load again."""
+        engine, root = {"model": str(gpt_oss())}, tmp_path / "kv"
+        plain, *served = run(
+            Phase([WHOLE], engine | TP2),
+            Phase([WHOLE], engine | TP2, root),
+            Phase([WHOLE], engine, root),
+            Phase([WHOLE], engine | TP2, root),
+        )
+
+        assert [one.problem for one in served] == [None] * 3
+        assert [one.tokens for one in served] == [plain.tokens] * 3
+        assert [cached for one in served for cached in one.cached] == [0, 640, 640]

@@ -1,4 +1,4 @@
-"""Other kinds of models: those whose cache is stored, and those that are served without."""
+"""Models that are served without a stored cache."""
 
 from __future__ import annotations
 
@@ -8,42 +8,15 @@ from typing import Any
 
 import pytest
 
-from e2e.architectures import deepseek, gemma3n
+from e2e.architectures import deepseek
 from e2e.damage import stored
-from e2e.harness import (
-    PROMPT,
-    Batch,
-    EngineTest,
-    llama,
-    needs_windows,
-)
+from e2e.harness import PROMPT, Batch, EngineTest, llama
 
 pytestmark = pytest.mark.vllm
 
 AMX = "amx_tile" in Path("/proc/cpuinfo").read_text()
 BATCH = Batch([PROMPT])
 UNCACHED = "served without a stored KV cache"
-
-
-@needs_windows
-class SharedCachesTest(EngineTest):
-    @pytest.mark.thorough
-    def test_gemma3n(self) -> None:
-        """Layers that use other layers' caches: what the owners have is stored, and is enough."""
-        for which, kinds in {
-            "two kinds": ["sliding_attention", "full_attention"] * 2,
-            "one kind": ["full_attention"] * 4,
-        }.items():
-            with self.subTest(which):
-                engine = {"model": str(gemma3n(*kinds))}
-                expected = self.baseline(BATCH, engine=engine)
-                cold = self.serve(BATCH, engine=engine)
-                warm = self.serve(BATCH, engine=engine)
-                self.assertEqual([expected] * 2, [cold.tokens, warm.tokens])
-                self.assertGreater(len(set(expected[0])), 2)
-                self.assertEqual([640], warm.cached)
-                self.assertIn("KV cache in", cold.log)
-                self.assertNotIn("loads and stores nothing", cold.log)
 
 
 class UncachedModelsTest(EngineTest):

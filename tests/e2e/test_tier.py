@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shutil
-import unittest
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -40,7 +39,6 @@ from small_models import make_model
 
 pytestmark = [pytest.mark.vllm, pytest.mark.thorough]
 
-CPU = Path("/proc/cpuinfo").read_text()
 BATCH = Batch([PROMPT], max_tokens=12)
 BY_NAME = {"kv_connector": "VUA", "kv_connector_module_path": None}
 LEAST = 600
@@ -74,10 +72,6 @@ class TierTest(EngineTest):
         self.assertEqual(cold.tokens, warm.tokens)
         self.assertGreaterEqual(warm.cached[0], LEAST)
 
-    def test_llama(self) -> None:
-        """Full attention."""
-        self.check()
-
     def test_by_the_rule(self) -> None:
         """The configuration names VUA alone: with memory for offloading, or a model with states."""
         for given, said in (
@@ -99,42 +93,6 @@ class TierTest(EngineTest):
         self.assertEqual(self.baseline(BATCH, engine=engine), served.tokens)
         self.assertIn("and for states --enable-prefix-caching", served.log)
 
-    def test_qwen3_next(self) -> None:
-        """Gated delta nets beside attention."""
-        model = str(architectures.qwen3_next())
-        self.check(model=model, dtype="bfloat16", mamba_ssm_cache_dtype="float32")
-
-    def test_ernie_with_mtp(self) -> None:
-        """A layer of the model's own proposes tokens."""
-        speculative = {"method": "mtp", "num_speculative_tokens": 1}
-        self.check(model=str(architectures.ernie()), speculative_config=speculative)
-
-    def test_eagle(self) -> None:
-        """A draft with a checkpoint of its own."""
-        draft = {"method": "eagle", "model": str(architectures.eagle())}
-        self.check(speculative_config={**draft, "num_speculative_tokens": 2})
-
-    def test_gpt_oss(self) -> None:
-        """Windows beside full attention."""
-        self.check(model=str(architectures.gpt_oss()))
-
-    def test_lfm2(self) -> None:
-        """Short convolutions beside attention."""
-        self.check(model=str(architectures.lfm2()))
-
-    def test_gemma3n(self) -> None:
-        """Layers that share caches, and windows."""
-        kinds = ["sliding_attention", "full_attention"] * 2
-        self.check(model=str(architectures.gemma3n(*kinds)))
-
-    def test_gemma4(self) -> None:
-        """Heads of several sizes, and windows."""
-        self.check(model=str(architectures.gemma4()))
-
-    def test_llama4(self) -> None:
-        """Attention within chunks of 512 tokens."""
-        self.check(model=str(architectures.llama4()))
-
     def test_prefix_lm(self) -> None:
         """HRM-Text's K and V depend on later tokens: none is loaded, nor what vLLM's memory has."""
         model = with_biases(models() / "hrm", "hrm_text", head_dim=32, num_hidden_layers=1)
@@ -146,11 +104,6 @@ class TierTest(EngineTest):
 
         self.assertEqual(([0, 0], expected), (served.cached, served.tokens))
         self.assertEqual([], stored(self.root))
-
-    @unittest.skipUnless("amx_tile" in CPU, "vLLM's other backend on CPUs continues no prefix")
-    def test_deepseek(self) -> None:
-        """Latents (MLA)."""
-        self.check(model=str(architectures.deepseek()), block_size=16)
 
     def test_two_workers(self) -> None:
         """Each with a part of each row; one worker finds nothing of it."""
@@ -194,11 +147,6 @@ class TierTest(EngineTest):
         for one in both:
             self.assertEqual(warm.tokens, one.result().tokens)
         self.assertGreaterEqual(min(warm.cached), LEAST)
-
-    @unittest.skipUnless("avx512f" in CPU, "vLLM needs AVX-512")
-    def test_fp8(self) -> None:
-        """A cache of eight bits."""
-        self.check(kv_cache_dtype="fp8")
 
     def test_where_prompts_part(self) -> None:
         """Prompts with one system prompt: from the second on it is loaded."""
@@ -305,7 +253,3 @@ class TierTest(EngineTest):
 
         self.assertGreater(served.counts.get("preemptions", 0), 0)
         self.assertEqual(cold.tokens, served.tokens)
-
-
-if __name__ == "__main__":
-    unittest.main()

@@ -2,60 +2,38 @@
 
 from __future__ import annotations
 
-import errno
 import hashlib
 import pkgutil
-import random
 import secrets
 import threading
-import time
-from collections.abc import Iterator, MutableMapping
-from contextlib import ExitStack, contextmanager, suppress
-from functools import partial
-from pathlib import Path
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from typing import Any
 from unittest import mock
 
 from packaging.version import Version
 
-from e2e.damage import blank, flip, stored, truncate, vanish
-
-_LOOK_EVERY_S = 0.002
-_KINDS = (blank, flip, truncate, vanish)
-
 
 @contextmanager
-def trouble(described: dict[str, Any] | None, counts: MutableMapping[str, int]) -> Iterator[None]:
+def trouble(described: dict[str, Any]) -> Iterator[None]:
     """Bring the trouble that a phase describes until this ends.
 
     Args:
-        described: "storm": {"at": directory, "seed": number, "one_of": number}; "slow": seconds
-            that a read and a lookup take longer, {"read_s": ..., "lookup_s": ...}; "full": the disk
-            takes nothing; "raises": names
-            of functions and classes that raise an error of two lines whenever they are called;
+        described: "raises": names of functions and classes that raise an error of two lines
+            whenever they are called; "does_nothing": names of functions that return None;
             "halves": names of functions that are replaced by ones with half their results;
             "preempt_every": steps after which all running requests are thrown out; "one_identity":
             whatever the model, the adapter and the image, all is stored under the same names;
             "another_setup": this engine runs other code than those that stored before;
             "newer": this vLLM came after those that were run; "late": the weights are known once a
             prompt waits; "sample_nbytes": so much is read to check a note beside the weights.
-        counts: gets the number of files "struck".
     """
-    described = described or {}
     with ExitStack() as stack:
         for one in _patches(described):
             stack.enter_context(one)
-        if "storm" in described:
-            stack.enter_context(_storm(counts, **described["storm"]))
-        if "slow" in described:
-            stack.enter_context(_slow_storage(**described["slow"]))
         if "preempt_every" in described:
             stack.enter_context(_preemptions(described["preempt_every"]))
-        if "sample_nbytes" in described:
-            nbytes = described["sample_nbytes"]
-            stack.enter_context(mock.patch("vua.weights.content._SAMPLE_NBYTES", nbytes))
-        newer = partial(mock.patch, "vua.vllm.support.NEWEST", Version("0.27"))
-        begins = {"late": _late_weights, "newer": newer, "one_identity": _one_identity}
+        begins = {"late": _late_weights, "one_identity": _one_identity}
         for name in begins.keys() & described.keys():
             stack.enter_context(begins[name]())
         yield
@@ -96,14 +74,13 @@ def _patches(described: dict[str, Any]) -> Iterator[Any]:
         yield mock.patch(name, return_value=None)
     for name in described.get("halves", ()):
         yield _halved(name)
-    if described.get("full"):
-        full = OSError(errno.ENOSPC, "No space left on device")
-        yield mock.patch("vua.storage.local.LocalStorage.write", side_effect=full)
     if described.get("another_setup"):
         from vua.connector.setup import Code
 
         other = Code(secrets.token_hex(32), set())
         yield mock.patch("vua.vllm.offloading.code_of", return_value=other)
+    if "sample_nbytes" in described:
+        yield mock.patch("vua.weights.content._SAMPLE_NBYTES", described["sample_nbytes"])
     if described.get("newer"):
         yield mock.patch("vua.vllm.support.NEWEST", Version("0.27"))
 
@@ -147,40 +124,6 @@ def _one_identity() -> Iterator[None]:
 
 
 @contextmanager
-def _storm(counts: MutableMapping[str, int], *, at: str, seed: int, one_of: int) -> Iterator[None]:
-    """Damage, cut or delete one of so many files, each soon after it has come into being."""
-    over = threading.Event()
-    thread = threading.Thread(target=_rage, args=(counts, Path(at), seed, one_of, over))
-    thread.start()
-    try:
-        yield
-    finally:
-        over.set()
-        thread.join()
-
-
-def _rage(
-    counts: MutableMapping[str, int], root: Path, seed: int, one_of: int, over: threading.Event
-) -> None:
-    chance, seen = random.Random(seed), set[tuple[int, int]]()
-    pause_s = 0.0
-    while not over.wait(pause_s):
-        began = time.monotonic()
-        for path in stored(root):
-            with suppress(FileNotFoundError):
-                status = path.stat()
-                file = (status.st_ino, status.st_ctime_ns)
-                if file in seen:
-                    continue
-                if chance.randrange(one_of) == 0:
-                    chance.choice(_KINDS)(path)
-                    counts["struck"] = counts.get("struck", 0) + 1
-                    status = path.stat()
-                seen.add((status.st_ino, status.st_ctime_ns))
-        pause_s = max(_LOOK_EVERY_S, 3 * (time.monotonic() - began))  # the engine runs, too
-
-
-@contextmanager
 def _preemptions(every: int) -> Iterator[None]:
     """Throw all running requests out, and what vLLM has in its prefix cache, every so often.
 
@@ -205,26 +148,4 @@ def _preemptions(every: int) -> Iterator[None]:
         return schedule(self, *arguments, **named)
 
     with mock.patch.object(Scheduler, "schedule", interrupted):
-        yield
-
-
-@contextmanager
-def _slow_storage(*, read_s: float = 0.0, lookup_s: float = 0.0) -> Iterator[None]:
-    """Let every batch of files that is read, and every probe of a lookup, take longer."""
-    from vua.storage.local import LocalStorage
-
-    read, exists = LocalStorage.read, LocalStorage.exists
-
-    def slow_read(*arguments: Any) -> Any:
-        time.sleep(read_s)
-        return read(*arguments)
-
-    def slow_exists(self: LocalStorage, names: Any, nbytes: int | None = None) -> Any:
-        time.sleep(lookup_s if nbytes is None else 0.0)  # with a size: before a save
-        return exists(self, names, nbytes)
-
-    with (
-        mock.patch.object(LocalStorage, "read", slow_read),
-        mock.patch.object(LocalStorage, "exists", slow_exists),
-    ):
         yield
