@@ -693,11 +693,6 @@ def situations(*arguments: str) -> int:
     return run("tests/situations.py", *arguments, paths=("src", "tests"))
 
 
-def identity_campaign(*arguments: str) -> int:
-    """Runs random engines on one directory, judged by their own K and V (--setups 60)."""
-    return run("-m", "e2e.campaign", *arguments, paths=("src", "tests"))
-
-
 def transformers_campaign(*arguments: str) -> int:
     """Changes models of transformers at random; nothing wrong may be loaded (--changes 60)."""
     return run("-m", "e2e.transformers_campaign", *arguments, paths=("src", "tests"))
@@ -769,7 +764,6 @@ TARGETS = {
             peers,
             olympics,
             situations,
-            identity_campaign,
             transformers_campaign,
             soak,
             house,
