@@ -21,6 +21,7 @@ import json
 import logging
 import math
 import os
+import resource
 import shutil
 import subprocess
 import sys
@@ -31,7 +32,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
 from e2e.damage import blank, flip, truncate
 from scorecard.attacks import PLANTS
@@ -59,32 +60,19 @@ class ToldError(Exception):
 # -- faces ----------------------------------------------------------------------------------------
 
 
-class Face(Protocol):
-    """A way to use a cache."""
-
-    tells: bool
-    """Whether errors of VUA's are an answer."""
-
-    def open(self, root: str, **limits: Any) -> None:
-        """Use it."""
-
-    def ask(self, prompt: int) -> str:
-        """Ask for a prompt, and store it: ``right``, ``miss`` or ``wrong``. May raise."""
-
-
 class Library:
     """`vua.core.VUA`: a lookup and a put."""
 
     tells = True
+    """Whether errors of VUA's are an answer."""
 
     def open(self, root: str, **limits: Any) -> None:
-        """Use it."""
         from vua.core import VUA, VUAConfig
 
         self.vua = VUA(VUAConfig(model="m", split_factor=64, **limits), root)
 
     def ask(self, prompt: int) -> str:
-        """Look up, compare, put."""
+        """Ask for a prompt, and store it: ``right``, ``miss`` or ``wrong``. May raise."""
         import torch
 
         from helpers import kv_bits
@@ -106,7 +94,6 @@ class Library:
     @staticmethod
     @cache
     def kv() -> Any:
-        """The K and V of a prompt."""
         from helpers import caches_of
 
         return caches_of(layers=2, heads=2, tokens=256, dim=16)
@@ -116,7 +103,6 @@ class Commands(Library):
     """`vua ls`, `du`, `verify` and `gc` by turns, in this process, beside the library."""
 
     def open(self, root: str, **limits: Any) -> None:
-        """Use it."""
         super().open(root, **limits)
         self.root = root if "://" in root else str(Path(root).absolute())
         self.turns = itertools.cycle(("ls", "du", "verify", "gc"))
@@ -143,7 +129,6 @@ class Transformers:
     @staticmethod
     @cache
     def model() -> Any:
-        """A small model."""
         from transformers import AutoModelForCausalLM
 
         from small_models import make_model
@@ -152,7 +137,6 @@ class Transformers:
         return AutoModelForCausalLM.from_pretrained(path, attn_implementation="eager").eval()
 
     def open(self, root: str, **limits: Any) -> None:
-        """Use it."""
         from vua.capacity.limits import Limits, write_bounds
         from vua.transformers import reuse_prefixes
 
@@ -183,13 +167,11 @@ class VLLM:
     tells = False
 
     def __init__(self) -> None:
-        """Import it."""
         import sim.engine
 
         self.sim, self.many = sim.engine, itertools.count()
 
     def open(self, root: str, **limits: Any) -> None:
-        """Start an engine."""
         from sim.truth import make_shape
 
         extra = {"chunk_tokens": 64, "shared_storage_path": root}  # which may be a URL
@@ -215,7 +197,7 @@ class VLLM:
         return "right" if self.engine.loaded.get(name, 0) == 192 else "miss"
 
 
-FACES: Final[dict[str, Callable[[], Face]]] = {
+FACES: Final[dict[str, Callable[[], Any]]] = {
     "library": Library,
     "CLI": Commands,
     "transformers": Transformers,
@@ -225,15 +207,16 @@ FACES: Final[dict[str, Callable[[], Face]]] = {
 # -- situations -----------------------------------------------------------------------------------
 
 Situation = Callable[["Place"], Iterator[str | None]]
-"""Yields the cache's path; then, where nothing can be stored for a while, "during", and goes on
-when it is to end. When it has ended or returned the storage can be used. In a process of its own.
+"""Yields the cache's path, None: the place's directory; then, where nothing can be stored for a
+while, "during", and goes on when it is to end. When it has ended or returned the storage can be
+used. In a process of its own.
 """
 SITUATIONS: Final[dict[str, Situation]] = {}
+_BOUNDED: Final = {"max_bytes": MOST_NBYTES}
+_HALF: Final = {"max_bytes": MOST_NBYTES // 2, "min_free_bytes": 0}
 
 
 def situation(text: str) -> Callable[[Situation], Situation]:
-    """Name a situation."""
-
     def named(function: Situation) -> Situation:
         SITUATIONS[text] = function
         return function
@@ -241,31 +224,55 @@ def situation(text: str) -> Callable[[Situation], Situation]:
     return named
 
 
+def once(text: str, harm: Callable[[Place], object], *, look: bool = False, **limits: Any) -> None:
+    """A situation in which something happens once; ``look``: what is written where is counted."""
+
+    def happens(place: Place) -> Iterator[str | None]:
+        place.limits = limits
+        yield None
+        if look:
+            place.look()
+        harm(place)
+
+    SITUATIONS[text] = happens
+
+
 class Place:
     """Where a cell has its files."""
 
     def __init__(self, folder: Path) -> None:
-        """Begin with an empty folder."""
+        """Begin with an empty folder, and an empty directory for the cache."""
         self.folder, self.root = folder, folder / "kv"
+        self.root.mkdir(mode=0o700)
         self.limits: dict[str, Any] = {}
         self.held: int | None = None
         self.stack = contextlib.ExitStack()
 
     def mount(self, kind: str, *options: str, mebibytes: int = 64) -> Path:
-        """Mount a file system of one's own."""
+        """Mount a file system of one's own; in it is the cache's directory."""
         at = self.folder / "mount"
         at.mkdir(exist_ok=True)
-        try:
-            if kind == "tmpfs":
-                command("mount", "-t", kind, "-o", ",".join(options), "t", at)
-            else:
+        if kind == "tmpfs":
+            self.command("mount", "-t", kind, "-o", ",".join(options), "t", at)
+        else:
+            with self.tried():
                 image = formatted(self.folder / "image", kind, mebibytes << 20)
-                command("mount", "-t", kind, "-o", ",".join(["loop", *options]), image, at)
-        except OSError as problem:
-            raise NotRunError(str(problem)) from problem
+            self.command("mount", "-t", kind, "-o", ",".join(["loop", *options]), image, at)
         self.root = at / "kv"
         self.root.mkdir(mode=0o700)
         return at
+
+    @contextlib.contextmanager
+    def tried(self) -> Iterator[None]:
+        """What this machine may not be able to do."""
+        try:
+            yield
+        except (OSError, ImportError) as problem:
+            raise NotRunError(str(problem)) from problem
+
+    def command(self, *words: str | Path) -> None:
+        with self.tried():
+            command(*words)
 
     def fill(self, at: Path) -> list[Path]:
         """Use up all space."""
@@ -285,8 +292,24 @@ class Place:
             if not self.root.exists():
                 break
 
+    def replace(self, *, levels: int = 0) -> None:
+        """Move it, or a directory above it, away; make it anew. What runs may make it first."""
+        (self.root, *self.root.parents)[levels].rename(self.folder / "old")
+        self.make()
+
+    def make(self) -> None:
+        self.root.mkdir(parents=True, exist_ok=True)
+        self.root.chmod(0o700)
+
+    def written(self, at: Path, prompts: range) -> None:
+        """Let another process's prompts lie there."""
+        writer = Library()
+        writer.open(str(at))
+        for prompt in prompts:
+            writer.ask(prompt)
+        writer.vua.close()
+
     def namespaces(self) -> list[Path]:
-        """The directories of models in it."""
         return [path for path in self.root.iterdir() if len(path.name) == 64]
 
     def look(self) -> None:
@@ -305,11 +328,21 @@ class Place:
 def _full(kind: str, *options: str, mebibytes: int = 64) -> Situation:
     def happens(place: Place) -> Iterator[str | None]:
         at = place.mount(kind, *options, mebibytes=mebibytes)
-        yield str(place.root)
+        yield None
         others = place.fill(at)
         yield "during"
         for one in others:
             one.unlink(missing_ok=True)
+
+    return happens
+
+
+def _alone(*options: str) -> Situation:
+    """Chunks alone use it up, without any limit: they are evicted."""
+
+    def happens(place: Place) -> Iterator[str | None]:
+        place.mount("tmpfs", *options)
+        yield None
 
     return happens
 
@@ -321,9 +354,8 @@ SITUATIONS["others fill XFS"] = _full("xfs", mebibytes=320)
 
 @situation("no inode left (tmpfs)")
 def no_inodes(place: Place) -> Iterator[str | None]:
-    """Others make empty files."""
     at = place.mount("tmpfs", "size=64M", "nr_inodes=900")
-    yield str(place.root)
+    yield None
     with contextlib.suppress(OSError):
         for number in range(1000):
             (at / f"others{number}").touch()
@@ -332,11 +364,7 @@ def no_inodes(place: Place) -> Iterator[str | None]:
         one.unlink()
 
 
-@situation("caches fill all inodes (tmpfs)")
-def own_inodes(place: Place) -> Iterator[str | None]:
-    """Chunks alone use them up: they are evicted."""
-    place.mount("tmpfs", "size=64M", "nr_inodes=120")
-    yield str(place.root)
+SITUATIONS["caches fill all inodes (tmpfs)"] = _alone("size=64M", "nr_inodes=120")
 
 
 @situation("quota (btrfs)")
@@ -344,13 +372,10 @@ def quota(place: Place) -> Iterator[str | None]:
     """The cache's subvolume may hold little more."""
     at = place.mount("btrfs", mebibytes=256)
     place.root.rmdir()
-    try:
-        command("btrfs", "quota", "enable", at)
-        command("btrfs", "subvolume", "create", place.root)
-        place.root.chmod(0o700)
-    except OSError as problem:
-        raise NotRunError(str(problem)) from problem
-    yield str(place.root)
+    place.command("btrfs", "quota", "enable", at)
+    place.command("btrfs", "subvolume", "create", place.root)
+    place.root.chmod(0o700)
+    yield None
     command("btrfs", "qgroup", "limit", "300K", place.root)
     yield "during"
     for attempt in range(20):
@@ -363,70 +388,42 @@ def quota(place: Place) -> Iterator[str | None]:
 @situation("mounted over")
 def mounted_over(place: Place) -> Iterator[str | None]:
     """A late mount."""
-    place.limits = {"max_bytes": MOST_NBYTES}
+    place.limits = _BOUNDED
     at = place.mount("tmpfs", "size=64M")
-    yield str(place.root)
+    yield None
     place.look()
     command("mount", "-t", "tmpfs", "-o", "size=64M", "two", at)
-    # What runs may make it first.
-    place.root.mkdir(mode=0o700, exist_ok=True)
+    place.make()
 
 
 @situation("unmounted, mounted again")
 def unmounted(place: Place) -> Iterator[str | None]:
     """As when a disk is exchanged."""
-    place.limits = {"max_bytes": MOST_NBYTES}
+    place.limits = _BOUNDED
     at = place.mount("tmpfs", "size=64M")
-    yield str(place.root)
+    yield None
     place.look()
     command("umount", "-l", at)
     yield "during"
     command("mount", "-t", "tmpfs", "-o", "size=64M", "two", at)
-    place.root.mkdir(mode=0o700, exist_ok=True)
+    place.make()
 
 
-@situation("moved, another in its place")
-def moved(place: Place) -> Iterator[str | None]:
-    """`mv kv old; mkdir kv`."""
-    place.limits = {"max_bytes": MOST_NBYTES}
-    place.root.mkdir(mode=0o700)
-    yield str(place.root)
-    place.look()
-    place.root.rename(place.folder / "old")
-    place.root.mkdir(mode=0o700, exist_ok=True)
-
-
-@situation("removed")
-def removed(place: Place) -> Iterator[str | None]:
-    """`rm -rf kv`."""
-    place.root.mkdir(mode=0o700)
-    yield str(place.root)
-    place.remove()
-
-
-@situation("removed at its limit")
-def removed_full(place: Place) -> Iterator[str | None]:
-    """The same of a full one."""
-    place.limits = {"max_bytes": MOST_NBYTES // 4, "min_free_bytes": 0}
-    place.root.mkdir(mode=0o700)
-    yield str(place.root)
-    place.remove()
-
-
-@situation("vua rm --all")
-def removed_by_vua(place: Place) -> Iterator[str | None]:
-    """As troubleshooting says."""
-    place.root.mkdir(mode=0o700)
-    yield str(place.root)
+def _removed_by_vua(place: Place) -> None:
     words = [sys.executable, "-m", "vua", "rm", str(place.root), "--all", "--yes"]
     subprocess.run(words, check=True, capture_output=True)
 
 
+once("moved, another in its place", Place.replace, look=True, **_BOUNDED)
+once("removed", Place.remove)
+once("removed at its limit", Place.remove, max_bytes=MOST_NBYTES // 4, min_free_bytes=0)
+once("vua rm --all", _removed_by_vua)
+
+
 @situation("read-only")
 def read_only(place: Place) -> Iterator[str | None]:
-    """Mounted so, and back."""
     at = place.mount("ext4")
-    yield str(place.root)
+    yield None
     command("mount", "-o", "remount,ro", at)
     yield "during"
     command("mount", "-o", "remount,rw", at)
@@ -436,30 +433,23 @@ def read_only(place: Place) -> Iterator[str | None]:
 def overlay(place: Place) -> Iterator[str | None]:
     """What an image brought cannot be renamed there (EXDEV), only covered."""
     lower = place.mount("tmpfs", "size=64M")
-    for name in ("kv", "upper", "work"):
-        (lower / name).mkdir(mode=0o700, exist_ok=True)
+    for name in ("upper", "work"):
+        (lower / name).mkdir(mode=0o700)
     place.root = place.folder / "merged"
-    place.root.mkdir(mode=0o700)
-    place.limits = {"max_bytes": MOST_NBYTES // 2, "min_free_bytes": 0}
-    writer = Library()
-    writer.open(str(lower / "kv"))
-    for prompt in range(100, 106):
-        writer.ask(prompt)
-    writer.vua.close()
+    place.make()
+    place.limits = _HALF
+    place.written(lower / "kv", range(100, 106))
     layers = f"lowerdir={lower}/kv,upperdir={lower}/upper,workdir={lower}/work"
-    try:
-        command("mount", "-t", "overlay", "-o", layers, "overlay", place.root)
-    except OSError as problem:
-        raise NotRunError(str(problem)) from problem
-    yield str(place.root)
+    place.command("mount", "-t", "overlay", "-o", layers, "overlay", place.root)
+    yield None
 
 
 @situation("immovable (chattr +i)")
 def immovable(place: Place) -> Iterator[str | None]:
     """A chunk can be neither moved nor deleted."""
     at = place.mount("ext4")
-    place.limits = {"max_bytes": MOST_NBYTES // 2, "min_free_bytes": 0}
-    yield str(place.root)
+    place.limits = _HALF
+    yield None
     for path in sorted(at.glob("kv/*/*/*")):  # some may be evicted meanwhile
         try:
             command("chattr", "+i", path)
@@ -470,134 +460,111 @@ def immovable(place: Place) -> Iterator[str | None]:
             break
 
 
-@situation("files of another user")
-def other_uid(place: Place) -> Iterator[str | None]:
-    """All stored files belong to somebody else: not believed, no request fails."""
-    place.root.mkdir(mode=0o700)
-    yield str(place.root)
-    for path in place.root.rglob("*.safetensors"):
-        os.chown(path, _UID, _GID)
+def _each_file(harm: Callable[[Path], object]) -> Callable[[Place], None]:
+    def harmed(place: Place) -> None:
+        for path in place.root.rglob("*.safetensors"):
+            with contextlib.suppress(FileNotFoundError):  # put aside by now
+                harm(path)
+
+    return harmed
+
+
+once("files of another user", _each_file(lambda path: os.chown(path, _UID, _GID)))
 
 
 @situation("chmod refused")
 def chmod_refused(place: Place) -> Iterator[str | None]:
     """Root's directory, in which the process's group may write."""
-    place.root.mkdir()
     place.folder.chmod(0o755)
     os.chown(place.root, 0, _GID)
     place.root.chmod(0o2770)
     os.environ["HOME"] = str(place.folder)
     become(_UID, _GID)
-    yield str(place.root)
+    yield None
 
 
 @situation("umask 0177")
 def umask(place: Place) -> Iterator[str | None]:
     """Directories would not be searchable."""
     os.umask(0o177)
-    place.root.mkdir(mode=0o700)
-    place.root.chmod(0o700)
-    yield str(place.root)
-
-
-@situation("hard links (cp -al)")
-def hard_links(place: Place) -> Iterator[str | None]:
-    """A snapshot gives each file a second name."""
-    place.root.mkdir(mode=0o700)
-    yield str(place.root)
-    command("cp", "-al", place.root, place.folder / "snapshot")
+    yield None
 
 
 @situation("relative path, chdir")
 def chdir(place: Place) -> Iterator[str | None]:
     """The process goes elsewhere."""
-    place.root.mkdir(mode=0o700)
     (place.folder / "elsewhere").mkdir()
     os.chdir(place.folder)
     yield "kv"
     os.chdir(place.folder / "elsewhere")
-    place.root = place.folder / "kv"
 
 
-@situation("moved, a link in its place")
-def moved_behind_link(place: Place) -> Iterator[str | None]:
+def _behind_link(place: Place) -> None:
     """`mv kv new; ln -s new kv`: the same files."""
-    place.limits = {"max_bytes": MOST_NBYTES}
-    place.root.mkdir(mode=0o700)
-    yield str(place.root)
     place.root.rename(place.folder / "new")
     place.root.symlink_to("new")
+
+
+once("hard links (cp -al)", lambda at: command("cp", "-al", at.root, at.folder / "snapshot"))
+once("moved, a link in its place", _behind_link, **_BOUNDED)
 
 
 @situation("the directory above moved, another in its place")
 def parent_moved(place: Place) -> Iterator[str | None]:
     """Two levels up."""
-    place.limits = {"max_bytes": MOST_NBYTES}
+    place.limits = _BOUNDED
     place.root = place.folder / "a" / "b" / "kv"
-    place.root.mkdir(parents=True)
-    place.root.chmod(0o700)
-    yield str(place.root)
+    place.make()
+    yield None
     place.look()
-    (place.folder / "a").rename(place.folder / "old")
-    place.root.mkdir(parents=True, exist_ok=True)
-    place.root.chmod(0o700)
+    place.replace(levels=2)
 
 
 @situation("exchanged with another cache")
 def exchanged(place: Place) -> Iterator[str | None]:
     """By one call of the kernel; then the first one is written by nobody."""
-    place.limits = {"max_bytes": MOST_NBYTES}
+    place.limits = _BOUNDED
     other = place.folder / "other"
-    for one in (place.root, other):
-        one.mkdir(mode=0o700)
-    writer = Library()
-    writer.open(str(other))
-    for prompt in range(100, 104):
-        writer.ask(prompt)
-    writer.vua.close()
-    yield str(place.root)
+    other.mkdir(mode=0o700)
+    place.written(other, range(100, 104))
+    yield None
     place.look()
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.renameat2(-100, os.fsencode(place.root), -100, os.fsencode(other), 2):
         raise NotRunError(os.strerror(ctypes.get_errno()))
 
 
-@situation("rolled back to a snapshot")
-def rolled_back(place: Place) -> Iterator[str | None]:
+def _rolled_back(place: Place) -> None:
     """`cp -a kv snap; rm -rf kv; mv snap kv`: equal files, none of them the same."""
-    place.root.mkdir(mode=0o700)
-    yield str(place.root)
     command("cp", "-a", place.root, place.folder / "snap")
     place.remove()
     shutil.rmtree(place.root, ignore_errors=True)
     (place.folder / "snap").rename(place.root)
 
 
-@situation("a copy of the namespace in its place")
-def namespace_replaced(place: Place) -> Iterator[str | None]:
+def _namespace_replaced(place: Place) -> None:
     """The root stays."""
-    place.root.mkdir(mode=0o700)
-    yield str(place.root)
     for path in place.namespaces():
         command("cp", "-a", path, place.folder / "copy")
         path.rename(place.folder / path.name)
         (place.folder / "copy").rename(path)
 
 
-@situation("mounted over the namespace alone")
-def namespace_mounted_over(place: Place) -> Iterator[str | None]:
-    """Whose directory is empty then."""
-    place.root.mkdir(mode=0o700)
-    yield str(place.root)
+def _namespace_mounted_over(place: Place) -> None:
+    """Its directory is empty then."""
     for path in place.namespaces():
         command("mount", "-t", "tmpfs", "-o", "size=64M,mode=700", "over", path)
+
+
+once("rolled back to a snapshot", _rolled_back)
+once("a copy of the namespace in its place", _namespace_replaced)
+once("mounted over the namespace alone", _namespace_mounted_over)
 
 
 @situation("a file in its place for a while")
 def file_in_its_place(place: Place) -> Iterator[str | None]:
     """As a restore that went wrong leaves."""
-    place.root.mkdir(mode=0o700)
-    yield str(place.root)
+    yield None
     place.root.rename(place.folder / "old")
     place.root.write_text("not a directory")
     yield "during"
@@ -605,70 +572,54 @@ def file_in_its_place(place: Place) -> Iterator[str | None]:
     (place.folder / "old").rename(place.root)
 
 
-@situation("all folders of chunks removed")
-def chunks_removed(place: Place) -> Iterator[str | None]:
+def _chunks_removed(place: Place) -> None:
     """`rm -rf kv/*/??`."""
-    place.root.mkdir(mode=0o700)
-    yield str(place.root)
     for path in place.root.glob("*/??"):
         shutil.rmtree(path, ignore_errors=True)
 
 
-@situation("a file where VUA keeps its own")
-def upkeep_replaced(place: Place) -> Iterator[str | None]:
+def _upkeep_replaced(place: Place) -> None:
     """`.upkeep` is gone, and cannot be made."""
-    place.limits = {"max_bytes": MOST_NBYTES // 2, "min_free_bytes": 0}
-    place.root.mkdir(mode=0o700)
-    yield str(place.root)
     (place.root / ".upkeep").rename(place.folder / "upkeep")
     with contextlib.suppress(OSError):  # made anew by now
         (place.root / ".upkeep").write_text("x")
 
 
-@situation("caches fill a tmpfs")
-def own_bytes(place: Place) -> Iterator[str | None]:
-    """Chunks alone use it up, without any limit: they are evicted."""
-    place.mount("tmpfs", "size=1536k")
-    yield str(place.root)
+once("all folders of chunks removed", _chunks_removed)
+once("a file where VUA keeps its own", _upkeep_replaced, **_HALF)
+SITUATIONS["caches fill a tmpfs"] = _alone("size=1536k")
 
 
-@situation("files of at most 4 KiB (ulimit -f)")
-def short_files(place: Place) -> Iterator[str | None]:
-    """Every write fails in its middle."""
-    import resource
+def _limited(kind: int, most: Callable[[], int]) -> Situation:
+    """The process may have no more of something for a while."""
 
-    place.root.mkdir(mode=0o700)
-    yield str(place.root)
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, before[1]))
-    yield "during"
-    resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    def happens(place: Place) -> Iterator[str | None]:
+        yield None
+        before = resource.getrlimit(kind)
+        resource.setrlimit(kind, (most(), before[1]))
+        yield "during"
+        resource.setrlimit(kind, before)
+
+    return happens
 
 
-@situation("no descriptor left")
-def no_descriptors(place: Place) -> Iterator[str | None]:
-    """The process has as many files open as it may."""
-    import resource
-
-    place.root.mkdir(mode=0o700)
-    yield str(place.root)
-    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+def _open_descriptors() -> int:
     lowest = os.dup(0)
     os.close(lowest)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (lowest, before[1]))
-    yield "during"
-    resource.setrlimit(resource.RLIMIT_NOFILE, before)
+    return lowest
+
+
+# every write fails in its middle
+SITUATIONS["files of at most 4 KiB (ulimit -f)"] = _limited(resource.RLIMIT_FSIZE, lambda: 4096)
+SITUATIONS["no descriptor left"] = _limited(resource.RLIMIT_NOFILE, _open_descriptors)
 
 
 @situation("the disk fails (XFS shuts down), mounted again")
 def shut_down(place: Place) -> Iterator[str | None]:
     """Every call says EIO until somebody mounts it again."""
     at = place.mount("xfs", mebibytes=320)
-    yield str(place.root)
-    try:
-        command("xfs_io", "-x", "-c", "shutdown -f", at)
-    except OSError as problem:
-        raise NotRunError(str(problem)) from problem
+    yield None
+    place.command("xfs_io", "-x", "-c", "shutdown -f", at)
     yield "during"
     command("umount", "-l", at)
     copy = place.folder / "repaired"  # the old one is in use for as long as it is held
@@ -676,168 +627,124 @@ def shut_down(place: Place) -> Iterator[str | None]:
     command("mount", "-t", "xfs", "-o", "loop,nouuid", copy, at)
 
 
-def _harmed(harm: Callable[[Path], object]) -> Situation:
-    def happens(place: Place) -> Iterator[str | None]:
-        place.root.mkdir(mode=0o700)
-        yield str(place.root)
-        for path in place.root.rglob("*.safetensors"):
-            with contextlib.suppress(FileNotFoundError):  # put aside by now
-                harm(path)
-
-    return happens
-
-
-def _planted(name: str) -> Situation:
+def _planted(name: str) -> Callable[[Place], None]:
     def plant(path: Path) -> None:
         victim = path.with_name("victim")
         path.rename(victim)
         PLANTS[name](path, victim)
 
-    return _harmed(plant)
+    return _each_file(plant)
 
 
-SITUATIONS["a bit flipped in each file"] = _harmed(flip)
-SITUATIONS["zeros in each file"] = _harmed(blank)
-SITUATIONS["each file cut"] = _harmed(truncate)
-SITUATIONS["each file a FIFO"] = _planted("fifo")
-SITUATIONS["each file a link"] = _planted("symlink")
-SITUATIONS["each file a directory"] = _planted("full directory")
-
-
-@situation("files in each other's place")
-def swapped(place: Place) -> Iterator[str | None]:
+def _swapped(place: Place) -> None:
     """Sound files, each under the next one's name."""
-    place.root.mkdir(mode=0o700)
-    yield str(place.root)
     paths = sorted(place.root.rglob("*.safetensors"))
     content = [path.read_bytes() for path in paths]
     for path, other in zip(paths, [*content[1:], *content[:1]], strict=True):
         path.write_bytes(other)
 
 
+once("a bit flipped in each file", _each_file(flip))
+once("zeros in each file", _each_file(blank))
+once("each file cut", _each_file(truncate))
+once("each file a FIFO", _planted("fifo"))
+once("each file a link", _planted("symlink"))
+once("each file a directory", _planted("full directory"))
+once("files in each other's place", _swapped)
+
+
 @situation("symlinked root")
 def symlink(place: Place) -> Iterator[str | None]:
     """The path is a link, which then leads elsewhere."""
-    for name in ("one", "two"):
-        (place.folder / name).mkdir(mode=0o700)
+    place.root.rename(place.folder / "one")
+    (place.folder / "two").mkdir(mode=0o700)
     place.root.symlink_to(place.folder / "one")
-    place.limits = {"max_bytes": MOST_NBYTES}
-    yield str(place.root)
+    place.limits = _BOUNDED
+    yield None
     place.look()
     place.root.unlink()
     place.root.symlink_to(place.folder / "two")
 
 
-def _bucket(place: Place) -> Any:
-    """A bucket on a server behind a proxy, which passes everything on."""
-    try:
-        from buckets import moto, speaking_to
-        from proxy import FaultyProxy
+def bucket(text: str) -> Callable[[Callable[[Any, Any], Iterator[str] | None]], None]:
+    """Name a situation of a bucket, behind a proxy that passes everything on at first."""
 
-        proxy = FaultyProxy(moto())
-    except (ImportError, OSError) as problem:
-        raise NotRunError(str(problem)) from problem
-    place.stack.enter_context(speaking_to(proxy.endpoint))
-    place.root = Path("/nowhere")
-    return proxy
+    def named(harm: Callable[[Any, Any], Iterator[str] | None]) -> None:
+        def happens(place: Place) -> Iterator[str | None]:
+            with place.tried():
+                from buckets import moto, speaking_to
+                from proxy import FaultyProxy
+                from vua.storage.bucket import Bucket
+
+                proxy = FaultyProxy(moto())
+            place.stack.enter_context(speaking_to(proxy.endpoint))
+            url = f"s3://vua/{place.folder.name.lower()}"
+            yield url
+            yield from harm(Bucket.at(url), proxy) or ()
+
+        SITUATIONS[text] = happens
+
+    return named
 
 
-@situation("a bucket with odd keys and a clone of it")
-def odd_keys(place: Place) -> Iterator[str | None]:
+def _put(bucket: Any, key: str, data: bytes = b"1") -> None:
+    with contextlib.suppress(Exception):  # what the server or the client does not take
+        bucket.put(key, data)
+
+
+@bucket("a bucket with odd keys and a clone of it")
+def odd_keys(bucket: Any, _proxy: Any) -> None:
     """Keys that are no paths, folders' marks, others' objects, a copy of all of it below itself."""
-    from vua.storage.bucket import Bucket
-
-    _bucket(place)
-    prefix = place.folder.name.lower()
-    yield f"s3://vua/{prefix}"
-    bucket = Bucket.at(f"s3://vua/{prefix}")
     there = [one.key for one in bucket.walk()]
     space = next(key.split("/")[0] for key in there if len(key.split("/")[0]) == 64)
     for key in (f"{space}/", f"{space}/%2F", f"{space}/ /x", f"{space}/a\x01b", "photograph.jpg"):
-        with contextlib.suppress(Exception):  # what the server or the client does not take
-            bucket.put(key, b"1")
+        _put(bucket, key)
     for key in there:
         bucket.put(f"clone/{key}", bucket.get(key)[1])
         bucket.put(f"{space}/clone/{key}", bucket.get(key)[1])
 
 
-@situation("a bucket with odd keys in each chunk's folder")
-def odd_chunks(place: Place) -> Iterator[str | None]:
+@bucket("a bucket with odd keys in each chunk's folder")
+def odd_chunks(bucket: Any, _proxy: Any) -> None:
     """Long, empty, doubled, encoded and invisible names beside every entry."""
-    from vua.storage.bucket import Bucket
-
-    _bucket(place)
-    prefix = place.folder.name.lower()
-    yield f"s3://vua/{prefix}"
-    bucket = Bucket.at(f"s3://vua/{prefix}")
     folders = {one.key.rpartition("/")[0] for one in bucket.walk() if one.key.count("/") > 1}
-    odd = (
-        "",
-        "x",
-        "a\\b",
-        "n" * 700,
-        "%2e%2e",
-        "\u202e",
-        "~tmp",
-        "..x",
-        " ",
-        "l0-2.h0-2.safetensors ",
-    )
+    odd = ("", "x", "a\\b", "n" * 700, "%2e%2e", "\u202e", "~tmp", "..x", " ")
     for folder in sorted(folders):
-        for name in odd:
-            with contextlib.suppress(Exception):  # what the server or the client does not take
-                bucket.put(f"{folder}/{name}", b"1")
+        for name in (*odd, "l0-2.h0-2.safetensors "):
+            _put(bucket, f"{folder}/{name}")
 
 
-@situation("a bucket emptied")
-def emptied_bucket(place: Place) -> Iterator[str | None]:
+@bucket("a bucket emptied")
+def emptied_bucket(bucket: Any, _proxy: Any) -> None:
     """By a rule of its lifecycle, or another tool."""
-    from vua.storage.bucket import Bucket
-
-    _bucket(place)
-    yield f"s3://vua/{place.folder.name.lower()}"
-    bucket = Bucket.at(f"s3://vua/{place.folder.name.lower()}")
     bucket.delete([one.key for one in bucket.walk()])
 
 
-@situation("a bucket's server away for a while")
-def server_away(place: Place) -> Iterator[str | None]:
+@bucket("a bucket's server away for a while")
+def server_away(_bucket: Any, proxy: Any) -> Iterator[str]:
     """It ends every connection."""
-    proxy = _bucket(place)
-    yield f"s3://vua/{place.folder.name.lower()}"
     proxy.plan = lambda *_: "reset"
     yield "during"
     proxy.plan = lambda *_: ""
 
 
-@situation("a bucket deleted, and made again")
-def bucket_made_again(place: Place) -> Iterator[str | None]:
+@bucket("a bucket deleted, and made again")
+def bucket_made_again(bucket: Any, proxy: Any) -> Iterator[str]:
     """Nothing of before is there."""
-    proxy = _bucket(place)
-    yield f"s3://vua/{place.folder.name.lower()}"
     proxy.plan = lambda *_: "no bucket"
     yield "during"
-    from vua.storage.bucket import Bucket
-
     proxy.plan = lambda *_: ""
-    bucket = Bucket.at(f"s3://vua/{place.folder.name.lower()}")
     bucket.delete([one.key for one in bucket.walk()])
 
 
-@situation("a bucket that refuses conditions and bulk deletion")
-def refusing_bucket(place: Place) -> Iterator[str | None]:
-    """As some servers do."""
-    proxy = _bucket(place)
-    yield f"s3://vua/{place.folder.name.lower()}"
+@bucket("a bucket that refuses conditions and bulk deletion")
+def refusing_bucket(_bucket: Any, proxy: Any) -> None:
     kinds = itertools.cycle(("bad conditions", "no bulk"))
     proxy.plan = lambda *_: next(kinds)
 
 
-@situation("a bucket with object lock")
-def locked_bucket(place: Place) -> Iterator[str | None]:
-    """Deletions are refused."""
-    proxy = _bucket(place)
-    yield f"s3://vua/{place.folder.name.lower()}"
+@bucket("a bucket with object lock")
+def locked_bucket(_bucket: Any, proxy: Any) -> None:
     proxy.plan = lambda *_: "locked"
 
 
@@ -862,7 +769,7 @@ def become(uid: int, gid: int) -> None:
 class Cell:
     """One way to use VUA in one situation."""
 
-    def __init__(self, face: Face, place: Place) -> None:
+    def __init__(self, face: Any, place: Place) -> None:
         """Begin."""
         self.face, self.place, self.counts, self.why = face, place, Counter[str](), ""
         self.fresh = itertools.count(10)
@@ -903,7 +810,7 @@ class Cell:
         """Return what it counts."""
         steps = happens(self.place)
         try:
-            self.face.open(str(next(steps)), **self.place.limits)
+            self.face.open(next(steps) or str(self.place.root), **self.place.limits)
             self.soon()
             for prompt in _OLD:
                 self.ask(prompt)
@@ -930,7 +837,7 @@ class Cell:
         return {**self.counts, "recovery_s": max(recovery_s, self.soon()), "why": self.why}
 
 
-def in_a_process(face: Face, happens: Situation) -> dict[str, Any]:
+def in_a_process(face: Any, happens: Situation) -> dict[str, Any]:
     """Run a cell in a fork; return what it counts."""
     folder = Path(tempfile.mkdtemp(prefix="vua-situations-"))
     reading, writing = os.pipe()
@@ -979,16 +886,6 @@ def shown(cell: dict[str, Any] | None) -> str:
     return f"{numbers}{told}, {after}"
 
 
-def table(found: dict[str, dict[str, Any]], faces: list[str]) -> str:
-    """All cells."""
-    lines = [f"| situation | {' | '.join(faces)} |", "|---|" + "--:|" * len(faces)]
-    for name, cells in found.items():
-        lines.append(f"| {name} | {' | '.join(shown(cells.get(face)) for face in faces)} |")
-    reasons = {(name, cell["not run"]) for name, cells in found.items()
-               for cell in cells.values() if "not run" in cell}  # fmt: skip
-    return "\n".join([*lines, "", *(f"Not run: {name}: {why}" for name, why in sorted(reasons))])
-
-
 def slowest(found: dict[str, dict[str, Any]]) -> str:
     """Within how many seconds the slowest way to use VUA stores again, and in which situations."""
     groups: dict[float, list[str]] = {}
@@ -1005,7 +902,7 @@ def slowest(found: dict[str, dict[str, Any]]) -> str:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Print the table."""
+    """Print each cell, and what is not as promised."""
     parser = argparse.ArgumentParser(prog="situations", description=__doc__.splitlines()[0])
     parser.add_argument("--only", default="", help="words of names of situations, with commas")
     parser.add_argument("--faces", default=",".join(FACES), help="which of them (%(default)s)")
@@ -1036,7 +933,6 @@ def main(arguments: list[str] | None = None) -> int:
             cell = found[name][face] = in_a_process(warmed, SITUATIONS[name])
             print(f"{face}: {name}: {shown(cell)}  {fault(cell)}", flush=True)
             faults += [f"{face}: {name}"] if fault(cell) else []
-    print("\n" + table(found, faces))
     if asked.json:
         asked.json.write_text(json.dumps(found, indent=1))
     if asked.markdown:
