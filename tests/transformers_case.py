@@ -15,7 +15,7 @@ import torch
 
 from e2e.checkpoints import edit
 from helpers import SOON_S, DirectoryTest
-from small_models import Family, make_model
+from small_models import make_model
 
 CHUNK = 16
 WINDOW = 40
@@ -62,7 +62,7 @@ class TransformersTest(DirectoryTest):
         warnings.simplefilter("ignore")  # transformers', torch's and PEFT's own
 
     @classmethod
-    def path(cls, family: Family = "llama", **sizes: Any) -> Path:
+    def path(cls, family: str = "llama", **sizes: Any) -> Path:
         """The directory of a model."""
         path = cls.models / "-".join([family, *(f"{key}{value}" for key, value in sizes.items())])
         if not path.exists():

@@ -10,7 +10,6 @@ from unittest import mock
 
 import torch
 
-from small_models import Family
 from transformers_case import CHUNK, WINDOW, TransformersTest, computed, empty, prompt_of
 
 PROMPT = prompt_of(150)
@@ -18,7 +17,7 @@ WHOLE = PROMPT.shape[1] // CHUNK * CHUNK
 
 
 class TestOtherEngines(TransformersTest):
-    def model(self, family: Family = "llama", *, otherwise: bool = False) -> Any:
+    def model(self, family: str = "llama", *, otherwise: bool = False) -> Any:
         """The model; ``otherwise``: its files are the same, and it computes something else."""
         model = self.load(self.path(family))
         if otherwise:

@@ -12,7 +12,7 @@ import torch
 
 from e2e.checkpoints import edit
 from helpers import in_child, keys_of, weights_known_later
-from small_models import Family, make_model
+from small_models import make_model
 from transformers_case import CHUNK, GREEDY, WINDOW, TransformersTest, computed, empty, prompt_of
 from vua import ConfigError, InputError
 from vua.capacity.saved import parted_at
@@ -47,7 +47,7 @@ class TestTransformers(TransformersTest):
         """Whatever part of a prompt is loaded, the same tokens follow, also in later turns."""
         from transformers import DynamicCache
 
-        families: tuple[Family, ...] = ("llama", "qwen3", "mistral")
+        families: tuple[str, ...] = ("llama", "qwen3", "mistral")
         for family in families:
             model = self.load(self.path(family))
             first = self.stored(model)
