@@ -17,27 +17,9 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Final
 
-import numpy as np
-
 __all__ = ["NAME", "first_layers", "real_model", "wheel_file"]
 
 NAME: Final = "SmolLM2-135M-Instruct"
-
-_MODULES: Final = {
-    "attn_q": "self_attn.q_proj",
-    "attn_k": "self_attn.k_proj",
-    "attn_v": "self_attn.v_proj",
-    "attn_output": "self_attn.o_proj",
-    "ffn_gate": "mlp.gate_proj",
-    "ffn_up": "mlp.up_proj",
-    "ffn_down": "mlp.down_proj",
-    "attn_norm": "input_layernorm",
-    "ffn_norm": "post_attention_layernorm",
-}
-_OUTSIDE: Final = {
-    "token_embd.weight": "model.embed_tokens.weight",
-    "output_norm.weight": "model.norm.weight",
-}
 
 
 def wheel_file() -> Path | None:
@@ -107,71 +89,13 @@ def first_layers(at: Path, layers: int = 2) -> Path:
 
 def _convert(file: Path, directory: Path) -> None:
     import torch
-    from gguf import GGUFReader
-    from gguf.quants import dequantize
-    from safetensors.torch import save_file
-    from transformers import AutoTokenizer
+    import transformers
 
-    reader = GGUFReader(file)
-    config = _config(reader)
-    heads = {"attn_q": config["num_attention_heads"], "attn_k": config["num_key_value_heads"]}
-    tensors = {}
-    for stored in reader.tensors:
-        weight = dequantize(stored.data, stored.tensor_type).astype(np.float32)
-        weight = weight.reshape([int(size) for size in reversed(stored.shape)])
-        part = stored.name.split(".")[-2]
-        if part in heads:
-            weight = _halves(weight, heads[part])
-        tensors[_name(stored.name)] = torch.from_numpy(weight.copy()).to(torch.bfloat16)
-    save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
-    tokenizer = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
-    tokenizer.save_pretrained(directory)
-    (directory / "config.json").write_text(json.dumps(config, indent=1), encoding="utf-8")
-
-
-def _name(stored: str) -> str:
-    """Return transformers' name of a tensor of a GGUF file."""
-    if stored in _OUTSIDE:
-        return _OUTSIDE[stored]
-    _, layer, part, kind = stored.split(".")
-    return f"model.layers.{layer}.{_MODULES[part]}.{kind}"
-
-
-def _halves(weight: np.ndarray[Any, Any], heads: int) -> np.ndarray[Any, Any]:
-    """Return a head's rows in transformers' order: first halves, then second halves of all pairs.
-
-    llama.cpp stores the two elements that a rotary embedding turns together side by side.
-    """
-    rows, width = weight.shape
-    return weight.reshape(heads, rows // heads // 2, 2, width).swapaxes(1, 2).reshape(rows, width)
-
-
-def _config(reader: Any) -> dict[str, Any]:
-    """Return the model's config.json, by the GGUF file's metadata."""
-
-    def value_of(name: str) -> Any:
-        return reader.fields[name].contents()
-
-    tokens = value_of("tokenizer.ggml.tokens")
-    return {
-        "architectures": ["LlamaForCausalLM"],
-        "model_type": "llama",
-        "hidden_size": int(value_of("llama.embedding_length")),
-        "intermediate_size": int(value_of("llama.feed_forward_length")),
-        "num_hidden_layers": int(value_of("llama.block_count")),
-        "num_attention_heads": int(value_of("llama.attention.head_count")),
-        "num_key_value_heads": int(value_of("llama.attention.head_count_kv")),
-        "head_dim": int(value_of("llama.rope.dimension_count")),
-        "max_position_embeddings": int(value_of("llama.context_length")),
-        "rms_norm_eps": float(value_of("llama.attention.layer_norm_rms_epsilon")),
-        "rope_theta": float(value_of("llama.rope.freq_base")),
-        "hidden_act": "silu",
-        "vocab_size": len(tokens),
-        "tie_word_embeddings": True,
-        "bos_token_id": int(value_of("tokenizer.ggml.bos_token_id")),
-        "eos_token_id": int(value_of("tokenizer.ggml.eos_token_id")),
-        "pad_token_id": int(value_of("tokenizer.ggml.padding_token_id")),
-        "torch_dtype": "bfloat16",
-        "attention_bias": False,
-        "mlp_bias": False,
-    }
+    packed = getattr(transformers, "GgufConfig", None)  # older releases unpack in any case
+    more = {"quantization_config": packed(dequantize=True)} if packed else {}
+    given: dict[str, Any] = {"gguf_file": file.name}
+    model = transformers.AutoModelForCausalLM.from_pretrained(
+        file.parent, dtype=torch.bfloat16, **given, **more
+    )
+    model.save_pretrained(directory)
+    transformers.AutoTokenizer.from_pretrained(file.parent, **given).save_pretrained(directory)
