@@ -1,11 +1,7 @@
-"""Plants many chunks in a cache directory: names, headers and times as of real ones, no tensors.
-
-python tests/forest.py DIR 1000000
-"""
+"""Plants many chunks in a cache directory: names, headers and times as of real ones, no tensors."""
 
 from __future__ import annotations
 
-import argparse
 import hashlib
 import os
 import random
@@ -64,11 +60,3 @@ def _write(space: Path, name: str, before: str, place: int, nbytes: int, made: s
     os.write(fd, head.encode())
     os.truncate(fd, nbytes)
     os.close(fd)
-
-
-if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("directory", type=Path)
-    parser.add_argument("chunks", type=int)
-    words = parser.parse_args()
-    plant(words.directory, words.chunks)

@@ -67,32 +67,23 @@ class WeightsTest(EngineTest):
         self.assertEqual([None] * 3, [each.problem for each in served])
         return served
 
-    def check(self, how: str, **settings: Any) -> None:
-        """New weights begin an epoch by themselves: no engine gives tokens of the other ones."""
-        changed, *after = self.serve_both(
-            BATCH, Change(how, self.other), RESET, BATCH, RESET, BATCH, RESET, BATCH, **settings
-        )
-        self.assertEqual(self.old + 3 * self.new, changed.tokens)
-        self.assertEqual([self.old, self.new], [each.tokens for each in after])
-        self.assertIn("the weights have changed", changed.log)
-        self.assertEqual([[640], [0]], [each.cached for each in after])
-        self.assertEqual(640, changed.cached[-1])  # its own, of the new epoch
+    def test_every_way(self) -> None:
+        """New weights begin an epoch by themselves: no engine gives tokens of the other ones.
 
-    def test_functions(self) -> None:
-        """By a function for the model, and one for the worker."""
-        for how in ("apply", "function"):
+        By a function for the model or the worker, by vLLM's ``update_weights`` over a transport
+        that tests bring along, and by whoever holds a reference, without a call.
+        """
+        update = {"weight_transfer_config": "files"}
+        for how, settings in (("apply", {}), ("function", {}), ("update", update), ("behind", {})):
             with self.subTest(how):
-                super().setUp()
-                self.check(how)
-
-    def test_update(self) -> None:
-        """By vLLM's ``update_weights``, over a transport that tests bring along."""
-        self.check("update", weight_transfer_config="files")
-
-    def test_behind(self) -> None:
-        """By whoever holds a reference, without a call: nothing is stored for the wrong weights."""
-        super().setUp()
-        self.check("behind")
+                self.root = self.root.with_name(how)
+                steps = (BATCH, Change(how, self.other), *(RESET, BATCH) * 3)
+                changed, *after = self.serve_both(*steps, **settings)
+                self.assertEqual(self.old + 3 * self.new, changed.tokens)
+                self.assertEqual([self.old, self.new], [each.tokens for each in after])
+                self.assertIn("the weights have changed", changed.log)
+                self.assertEqual([[640], [0]], [each.cached for each in after])
+                self.assertEqual(640, changed.cached[-1])  # its own, of the new epoch
 
     def test_sleep(self) -> None:
         """K and V survive it; with other weights after it they do not count."""

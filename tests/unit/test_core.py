@@ -28,7 +28,6 @@ from vua import core
 from vua.capacity.hit_density import UseLog
 from vua.core import VUA, ClosestKV, VUAConfig
 from vua.errors import ConfigError, InputError, LayoutError, NotWritableError
-from vua.format.parse import parse_entry
 from vua.security.settings import Security
 from vua.serdes import DTYPES
 
@@ -121,16 +120,6 @@ class TestPutAndGet(CoreTest):
 
             self.assertEqual((tokens.dtype, tokens.ndim), (found.tokens.dtype, found.tokens.ndim))
             self.assertTrue(torch.equal(tokens[..., :4], found.tokens))
-
-    def test_partial_prefix(self) -> None:
-        """What comes back is the longest prefix that is stored, in whole chunks."""
-        cache = caches_of(layers=2, heads=2, tokens=12, dim=4)
-        self.vua.put(TOKENS, cache)
-        for length, expected in ((12, 12), (11, 8), (8, 8), (7, 4), (4, 4), (3, 0), (0, 0)):
-            with self.subTest(length=length):
-                asked = torch.cat([TOKENS[:length], torch.arange(9)])
-
-                self.check(self.vua.get_closest(asked), cache if expected else [], expected)
 
     def test_lookup(self) -> None:
         """The length of what is stored of each sequence, by name alone; nothing is read."""
@@ -508,18 +497,6 @@ class TestDirectory(CoreTest):
             description.unlink()
             replace()
             self.check(self.open().get_closest(TOKENS), cache, 12)
-
-    def test_much_damage(self) -> None:
-        """All damage of a prompt is found by one get, and healed by the put behind it."""
-        cache = caches_of(layers=1, heads=1, tokens=12, dim=4)
-        for some in ((0, 1, 2), (0, 2), (1, 2)):
-            self.vua.put(TOKENS, cache)
-            files = sorted(self.files(), key=lambda path: parse_entry(path.read_bytes()).start)
-            for at in some:
-                flip(files[at], 4100)
-            self.assertEqual(4 * some[0], self.vua.get_closest(TOKENS).num_tokens)
-            self.assertEqual(len(some), self.vua.put(TOKENS, cache))
-            self.check(self.vua.get_closest(TOKENS), cache, 12)
 
     def test_deleted(self) -> None:
         """When somebody deletes the directory meanwhile, another layout may move in."""
