@@ -104,7 +104,6 @@ class InstalledTest(unittest.TestCase):
                     self.assertEqual(0, ran.returncode, ran.stdout + ran.stderr)
 
     def tokens(self) -> Path:
-        """A file with token ids."""
         path = self.place / "tokens.json"
         path.write_text(json.dumps(list(range(200))))
         return path

@@ -33,7 +33,6 @@ UNDISTURBED = 3
 
 
 def check(rows: torch.Tensor, cache: list[list[torch.Tensor]], root: Path) -> None:
-    """All that is found was put."""
     with VUA(CONFIG, root) as vua:
         for row, tokens in enumerate(rows):
             found = vua.get_closest(tokens)

@@ -65,7 +65,6 @@ def element(layout: KVLayout, array: int, shard: Shard) -> np.ndarray:
 
 
 def memory_of(layout: KVLayout, shard: Shard) -> MemoryMap:
-    """Where a shard's patterns lie in memory."""
     arrays = [element(layout, number, shard) for number in range(len(layout.dims))]
     chunks = np.arange(len(TOKENS) // CHUNK, dtype=np.uint64)
     return MemoryMap(

@@ -65,7 +65,6 @@ class Place:
     """Where a cell has its files."""
 
     def __init__(self, folder: Path) -> None:
-        """Begin with an empty folder, and an empty directory for the cache."""
         self.folder, self.root = folder, folder / "kv"
         self.root.mkdir(mode=0o700)
         self.limits: dict[str, Any] = {}
@@ -99,7 +98,6 @@ class Place:
             command(*words)
 
     def fill(self, at: Path) -> list[Path]:
-        """Use up all space."""
         found = []
         for number, piece in enumerate((1 << 20, 4096, 512, 1)):
             path = at / f"others{number}"
@@ -126,7 +124,6 @@ class Place:
         self.root.chmod(0o700)
 
     def written(self, at: Path, prompts: range) -> None:
-        """Let another process's prompts lie there."""
         writer = Library()
         writer.open(str(at))
         for prompt in prompts:
@@ -211,7 +208,6 @@ def quota(place: Place) -> Iterator[str | None]:
 
 @situation("mounted over")
 def mounted_over(place: Place) -> Iterator[str | None]:
-    """A late mount."""
     place.limits = _BOUNDED
     at = place.mount("tmpfs", "size=64M")
     yield None
@@ -367,7 +363,6 @@ def _rolled_back(place: Place) -> None:
 
 
 def _namespace_replaced(place: Place) -> None:
-    """The root stays."""
     for path in place.namespaces():
         command("cp", "-a", path, place.folder / "copy")
         path.rename(place.folder / path.name)

@@ -135,7 +135,6 @@ class KeysTest(SealTest):
         return key_id
 
     def tokens(self, layout: KVLayout = SMALL) -> Path:
-        """A file of the prompt that :meth:`save` stores."""
         path = self.root / "tokens.json"
         path.write_text(json.dumps(list(range(CHUNKS * layout.chunk_tokens))))
         return path

@@ -40,15 +40,11 @@ _OLD: Final = range(4)
 
 
 class Cell:
-    """One way to use VUA in one situation."""
-
     def __init__(self, face: Any, place: Place) -> None:
-        """Begin."""
         self.face, self.place, self.counts, self.why = face, place, Counter[str](), ""
         self.fresh = itertools.count(10)
 
     def ask(self, prompt: int, *, counted: bool = True) -> str:
-        """Ask for a prompt, and store it."""
         try:
             answer = self.face.ask(prompt)
         except ToldError as problem:
@@ -80,7 +76,6 @@ class Cell:
         return float("inf")
 
     def run(self, happens: Situation) -> dict[str, Any]:
-        """Return what it counts."""
         steps = happens(self.place)
         try:
             self.face.open(next(steps) or str(self.place.root), **self.place.limits)

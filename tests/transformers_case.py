@@ -63,7 +63,6 @@ class TransformersTest(DirectoryTest):
 
     @classmethod
     def path(cls, family: str = "llama", **sizes: Any) -> Path:
-        """The directory of a model."""
         path = cls.models / "-".join([family, *(f"{key}{value}" for key, value in sizes.items())])
         if not path.exists():
             make_model(path, family=family, **sizes)

@@ -50,7 +50,6 @@ class SQLiteStorage:
             self._database.executescript(_TABLES)
 
     def close(self) -> None:
-        """Close the database."""
         self._database.close()
 
     @property
@@ -81,7 +80,6 @@ class SQLiteStorage:
             return self._database.execute(query, (name,)).fetchone()
 
     def exists(self, names: Sequence[str], nbytes: int | None = None) -> Sequence[bool]:
-        """Select lengths."""
         try:
             found = [
                 self._row("SELECT length(data) FROM entries WHERE name = ?", name) for name in names
@@ -91,7 +89,6 @@ class SQLiteStorage:
         return [row is not None and nbytes in (None, row[0]) for row in found]
 
     def list(self, prefix: str = "") -> Iterator[Entry]:
-        """Select what begins with ``prefix``."""
         query = "SELECT name, length(data), used_s FROM entries WHERE substr(name, 1, ?) = ?"
         try:
             with self._lock:
@@ -119,7 +116,6 @@ class SQLiteStorage:
         return WriteResult(statuses)
 
     def delete(self, name: str, if_version: bytes | None = None) -> bool:
-        """Delete an entry."""
         version = None if if_version is None else int.from_bytes(if_version, "big")
         query = "DELETE FROM entries WHERE name = ? AND (? IS NULL OR version = ?)"
         try:
@@ -135,11 +131,9 @@ class SQLiteStorage:
             return self._database.execute("SELECT held, pinned FROM pins").fetchall()
 
     def add_pins(self, pins: Sequence[tuple[str, str]]) -> None:
-        """Insert some."""
         with self._lock, self._database:
             self._database.executemany("INSERT OR IGNORE INTO pins VALUES (?, ?)", pins)
 
     def remove_pins(self, pins: Sequence[tuple[str, str]]) -> None:
-        """Delete some."""
         with self._lock, self._database:
             self._database.executemany("DELETE FROM pins WHERE held = ? AND pinned = ?", pins)

@@ -25,7 +25,6 @@ class TestDirectory(conformance.StorageConformance, unittest.TestCase):
     """Files in a directory."""
 
     def open_storage(self, directory: Path) -> Storage:
-        """Open it."""
         storage = LocalStorage(directory)
         self.addCleanup(storage.close)
         return storage
@@ -35,7 +34,6 @@ class InPython(unittest.TestCase):
     """Without native code."""
 
     def setUp(self) -> None:
-        """Switch it off."""
         if not has_native():
             self.skipTest("it is off for all tests")
         self.enterContext(native_code("off"))
@@ -47,12 +45,9 @@ class TestDirectoryInPython(InPython, TestDirectory):
 
 
 class TestMemory(conformance.StorageConformance, unittest.TestCase):
-    """A dictionary."""
-
     shared = False
 
     def open_storage(self, directory: Path) -> Storage:
-        """Make one."""
         del directory
         return MemoryStorage()
 
@@ -65,7 +60,6 @@ class TestSQLite(conformance.StorageConformance, unittest.TestCase):
     """The example of a storage of one's own."""
 
     def open_storage(self, directory: Path) -> Storage:
-        """Open a database."""
         storage = SQLiteStorage(directory / "chunks.db")
         self.addCleanup(storage.close)
         return storage
@@ -75,13 +69,11 @@ class TestBucketInMemory(conformance.StorageConformance, unittest.TestCase):
     """Objects in a bucket, without a server."""
 
     def setUp(self) -> None:
-        """Take an empty bucket."""
         pytest.importorskip("obstore")
         self.url = memory_url()
         super().setUp()
 
     def open_storage(self, directory: Path) -> Storage:
-        """Use a folder of the bucket."""
         return ObjectStorage(BucketPath(Bucket.at(self.url)) / ("c0" * 32))
 
 
@@ -89,7 +81,6 @@ class TestBucketOfFiles(TestBucketInMemory):
     """Objects that the same library keeps as files."""
 
     def open_storage(self, directory: Path) -> Storage:
-        """Use the directory."""
         return ObjectStorage(BucketPath(Bucket.at(f"file://{directory}")) / ("c0" * 32))
 
 
@@ -98,7 +89,6 @@ class TestSeaweedFS(TestBucketInMemory):
     """Objects of a real server."""
 
     def setUp(self) -> None:
-        """Take an empty place of its bucket."""
         self.url = seaweedfs().place()
         self.enterContext(speaking_to(seaweedfs().endpoint))
         conformance.StorageConformance.setUp(self)
@@ -109,7 +99,6 @@ class TestMoto(TestSeaweedFS):
     """Objects of another server of the S3 protocol."""
 
     def setUp(self) -> None:
-        """Take an empty place of its bucket."""
         self.url = f"s3://vua/{memory_url().rpartition('/')[2]}"
         self.enterContext(speaking_to(moto()))
         conformance.StorageConformance.setUp(self)
@@ -120,7 +109,6 @@ class TestAzurite(TestSeaweedFS):
     """Objects of a server of Azure's protocol."""
 
     def setUp(self) -> None:
-        """Take an empty place of its container."""
         self.url = f"az://vua/{memory_url().rpartition('/')[2]}"
         self.enterContext(mock.patch.dict(os.environ, azurite()))
         conformance.StorageConformance.setUp(self)
@@ -130,7 +118,6 @@ class Liar(MemoryStorage):
     """It says that it has read everything, and has not."""
 
     def read(self, batch: Batch) -> ReadResult:
-        """Read nothing."""
         return ReadResult(len(batch.names))
 
 

@@ -27,11 +27,8 @@ BATCH = Batch([PROMPT])
 
 
 class BucketTest(EngineTest):
-    """Real engines, a real server."""
-
     @classmethod
     def setUpClass(cls) -> None:
-        """Put a proxy before the server."""
         super().setUpClass()
         cls.server = seaweedfs()
         cls.proxy = FaultyProxy(cls.server.endpoint)

@@ -47,8 +47,6 @@ def drafted(method: str, count: int, **more: Any) -> dict[str, Any]:
 
 
 class Case(NamedTuple):
-    """A class, and what is expected of it."""
-
     model: Callable[[], Path] = llama
     engine: Callable[[], dict[str, Any]] = dict
     damaged: str = "l"

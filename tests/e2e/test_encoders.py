@@ -46,7 +46,6 @@ class EncodersTest(EngineTest):
         self.reader = self.with_encoder("ec_consumer")
 
     def with_encoder(self, role: str) -> dict[str, Any]:
-        """An engine that writes embeddings, or reads them."""
         extra = {"shared_storage_path": str(self.encoded)}
         transfer = {
             "ec_connector": "ECExampleConnector",

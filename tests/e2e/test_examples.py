@@ -43,7 +43,6 @@ class ExamplesTest(DirectoryTest):
 
     @classmethod
     def setUpClass(cls) -> None:
-        """Make a model that computes little."""
         folder = tempfile.TemporaryDirectory()
         cls.addClassCleanup(folder.cleanup)
         cls.model = first_layers(Path(folder.name, "model"))

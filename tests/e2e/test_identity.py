@@ -94,7 +94,6 @@ class WeightsTest(IdentityTest):
 
 class AdapterTest(IdentityTest):
     def adapter(self, name: str, seed: int) -> Path:
-        """An adapter in a directory of this test."""
         self.root.parent.mkdir(exist_ok=True)
         return strong_adapter(self.root.with_name(name), seed=seed)
 

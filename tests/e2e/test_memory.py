@@ -52,11 +52,9 @@ class WeightsTest(EngineTest):
 
     @property
     def models(self) -> tuple[str, str]:
-        """Their directories."""
         return self.one, self.other
 
     def of(self, model: str, **settings: Any) -> dict[str, Any]:
-        """Settings of an engine that starts from a checkpoint."""
         return {"model": model, **settings}
 
     def serve_both(self, *steps: Batch | Call | Change, **settings: Any) -> list[Served]:

@@ -107,7 +107,6 @@ class MultiTest(EngineTest):
         return len(stored(ours)), len([*theirs.glob("*/*.safetensors")])
 
     def noise(self, root: Path) -> None:
-        """Put noise in the place of the K and V that one of the stores has."""
         if root == self.roots[0]:
             exchange_for_noise(root, PROMPT)
         chance = torch.Generator().manual_seed(0)

@@ -172,8 +172,6 @@ def dead(root: Path) -> Iterator[Dead]:
 
 @unittest.skipUnless(find_spec("vllm"), "vLLM is not installed")
 class StallTest(unittest.TestCase):
-    """An engine on a storage that does not answer."""
-
     def setUp(self) -> None:
         """Make a directory; the user's own cache lies in it."""
         folder = self.enterContext(tempfile.TemporaryDirectory(ignore_cleanup_errors=True))

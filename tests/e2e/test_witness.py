@@ -47,7 +47,6 @@ ROPE = {"rope_parameters": {"rope_type": "default", "rope_theta": 10100.0}}
 
 class WitnessTest(EngineTest):
     def setUp(self) -> None:
-        """Name the directory for everything else."""
         super().setUp()
         self.folder = self.root.parent
 
@@ -185,7 +184,6 @@ class WitnessTest(EngineTest):
         self.assertEqual({"block size": "loaded"}, missed)
 
     def look(self, model: Path, changes: dict[str, Any] | None = None, image: int = 1) -> Served:
-        """Ask about a picture twice."""
         engine = {"model": str(model), "skip_tokenizer_init": False, **(changes or {})}
         batch = Batch([LOOK], images=[image])
         settings = {"engine": engine, "extra": EVERY, "trouble": ONE_IDENTITY}
@@ -194,7 +192,6 @@ class WitnessTest(EngineTest):
         return served
 
     def confused(self, model: Path, **settings: Any) -> Served:
-        """An engine with the one identity."""
         engine = {"model": str(model), "dtype": "bfloat16", **settings.pop("engine", {})}
         if settings.get("lora"):
             engine |= {"enable_lora": True, "max_lora_rank": 16}

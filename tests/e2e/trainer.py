@@ -29,8 +29,6 @@ class Update(WeightTransferUpdateInfo):
 
 
 class FileTransfer(WeightTransferEngine[Init, Update]):
-    """Writes a checkpoint's embedding over the model's."""
-
     init_info_cls = Init
     update_info_cls = Update
 
@@ -48,7 +46,6 @@ class FileTransfer(WeightTransferEngine[Init, Update]):
         self.receive_weights(self.parse_update_info(update_info))
 
     def receive_weights(self, update_info: Update) -> None:
-        """Write in place, as a transport's kernel does."""
         write(self.model, Path(update_info.source))
 
     def shutdown(self) -> None:

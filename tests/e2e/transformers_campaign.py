@@ -103,7 +103,6 @@ class Kind:
         """Prompts that vLLM has stored before."""
 
     def load(self, attention: str) -> Any:
-        """The model, from its files."""
         from transformers import AutoModelForCausalLM
 
         model: Any = AutoModelForCausalLM.from_pretrained(self.path, attn_implementation=attention)
@@ -112,7 +111,6 @@ class Kind:
 
 
 def say(model: Any, prompt: torch.Tensor, **more: Any) -> list[int]:
-    """What a model answers."""
     torch.manual_seed(7)
     mask = torch.ones_like(prompt)
     out = model.generate(
@@ -129,8 +127,6 @@ def prompt_of(rng: random.Random) -> torch.Tensor:
 
 
 class Trial:
-    """One change of one model."""
-
     def __init__(self, rng: random.Random, kind: Kind, found: Found) -> None:
         self.kind, self.found = kind, found
         self.way = rng.choice(WAYS)
@@ -158,7 +154,6 @@ class Trial:
         self.share = bool(kind.by_vllm) and self.way != "before" and rng.random() < 0.5
 
     def __str__(self) -> str:
-        """What it does, in a line."""
         return f"{self.kind.name} {self.attention}, {self.way}: {' + '.join(self.names)}"
 
     def change(self, model: Any) -> Any:
@@ -172,12 +167,10 @@ class Trial:
         return model
 
     def answer(self, prompt: torch.Tensor) -> list[int]:
-        """What a changed model says."""
         with self.stack:
             return say(self.change(self.load()), prompt)
 
     def load(self) -> Any:
-        """The model, unchanged."""
         return self.kind.load(self.attention)
 
     def reused(self, model: Any) -> Any:
@@ -192,7 +185,6 @@ class Trial:
             self.found.wrong.append([str(self), what, expected, answer])
 
     def run(self) -> None:
-        """Let the changed model answer, and then unchanged ones."""
         prompts = self.first, self.second  # possibly the same one
         plain = [say(self.load(), prompt) for prompt in prompts]
         self.found.counts["models that store for vLLM"] += self.share

@@ -42,8 +42,6 @@ def header_of(path: Path) -> bytes:
 
 
 class TestCorpus(DirectoryTest):
-    """Named attacks."""
-
     def test_parser(self) -> None:
         """No attack on a header is taken for an entry, in plain files and sealed ones."""
         for path in (GOLDEN[0], GOLDEN[-1]):
@@ -84,8 +82,6 @@ class TestCorpus(DirectoryTest):
 
 
 class TestFuzz(unittest.TestCase):
-    """Bytes that nobody thought of."""
-
     @seed(20)
     @settings(max_examples=150, database=None, suppress_health_check=list(HealthCheck))
     @given(some.sampled_from(GOLDEN), some.integers(0, 1 << 32), some.binary(max_size=64))
@@ -172,8 +168,6 @@ class Watch:
 
 @pytest.mark.thorough
 class TestAudit(DirectoryTest):
-    """Gets in a child with an audit hook."""
-
     def test_gets(self) -> None:
         """Hundreds of hostile gets execute, import and start nothing, open nothing elsewhere."""
         key = self.root / "key"

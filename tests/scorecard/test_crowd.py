@@ -40,8 +40,6 @@ def world_of(root: Path, bounds: Limits) -> World:
 
 
 class Worker:
-    """One process."""
-
     def __init__(self, world: World, stored: mmap.mmap, number: int) -> None:
         self.world, self.stored, self.counts = world, stored, Counter[str]()
         self.chance = random.Random(number)
@@ -75,7 +73,6 @@ class Worker:
         self.counts["hit" if found else "unexplained" if stored else "miss"] += 1
 
     def sweep(self, store: Store, key: int) -> None:
-        """Collect garbage as `vua gc` does."""
         self.world.collect()
         time.sleep(0.2)
 

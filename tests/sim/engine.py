@@ -27,8 +27,6 @@ LOADS_PER_TURN = 6
 
 @dataclass(frozen=True)
 class Settings:
-    """What an engine is started with."""
-
     root: Path
     shape: Shape
     block_size: int = 32
@@ -144,8 +142,6 @@ def kv_cache_config(settings: Settings, config: Any) -> Any:
 
 @dataclass
 class Load:
-    """A load that is running."""
-
     tokens: int
     """How many were promised."""
     blocks: list[int]
@@ -154,8 +150,6 @@ class Load:
 
 
 class Engine:
-    """Answers requests until it is closed."""
-
     def __init__(self, settings: Settings) -> None:
         from vllm.utils.hashing import get_hash_fn_by_name
         from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash

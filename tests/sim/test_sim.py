@@ -81,7 +81,6 @@ class SimulationTest(unittest.TestCase):
             play(case)
 
     def caught(self, name: str) -> Case:
-        """Find a scenario that shows the bug."""
         for seed in range(TRIES):
             case = scenario(name, seed)
             try:

@@ -71,8 +71,6 @@ class Chain:
 
 @dataclass(frozen=True)
 class Shape:
-    """The model's KV cache."""
-
     windows: tuple[int, ...] = (0, 0)
     """Per layer the tokens that it attends to, its own one included; 0 stands for all."""
     heads: int = 2

@@ -92,7 +92,6 @@ def check(arguments: list[str], mounted: str, env: Any = ()) -> dict[str, Any]:
 
 class ChannelTest(unittest.TestCase):
     def test_readme(self) -> None:
-        """Each file has its row."""
         text = (CHANNELS / "README.md").read_text("utf-8")
         names = [str(one.relative_to(CHANNELS)) for one in CHANNELS.rglob("*.*") if one.is_file()]
         self.assertLess(9, len(names))

@@ -36,8 +36,6 @@ TOKENS = torch.arange(100, 112)
 
 
 class CoreTest(DirectoryTest):
-    """A test with a VUA over a directory of its own."""
-
     def setUp(self) -> None:
         super().setUp()
         self.vua = self.open()
@@ -59,7 +57,6 @@ class TestPutAndGet(CoreTest):
     """What is put comes back, bit by bit."""
 
     def test_doctests(self) -> None:
-        """The examples in the docstrings are true."""
         self.assertEqual(0, doctest.testmod(core, extraglobs={"torch": torch}).failed)
 
     def test_round_trip(self) -> None:
@@ -362,7 +359,6 @@ class TestUnusableInput(CoreTest):
             self.refused(TOKENS[:8], [good[0], [good[1][0], other]], "differs between layers")
 
     def test_k_against_v(self) -> None:
-        """K and V that differ in heads, tokens or dtype are refused."""
         for k, v in (
             (noise(1, 2, 8, 4), noise(1, 1, 8, 4)),
             (noise(1, 2, 8, 4), noise(1, 2, 4, 4)),
@@ -556,12 +552,10 @@ class TestConfig(DirectoryTest):
             self.assertEqual(expected, tuple(trimmed.shape))
 
     def test_unknown_setting(self) -> None:
-        """An unknown setting is refused, naming the nearest."""
         with self.assertRaisesRegex(ConfigError, "'split_factr'.*'split_factor'"):
             VUAConfig(split_factr=4)
 
     def test_unusable_values(self) -> None:
-        """A value that cannot work is refused."""
         for settings in ({"split_factor": 0}, {"split_factor": 1.5}, {"split_factor": True},
                          {"threads": 0}, {"split_factor": 65537}, {"model": 5},
                          {"ttl_s": float("inf")}, {"ttl_s": float("nan")}):  # fmt: skip

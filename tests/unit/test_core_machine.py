@@ -109,7 +109,6 @@ class CacheMachine(RuleBasedStateMachine):
 
     @rule()
     def reopen(self) -> None:
-        """Go on in what might be another process."""
         self.vua.close()
         self.vua = VUA(CONFIG, self.root)
 

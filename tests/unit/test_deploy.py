@@ -98,7 +98,6 @@ class ImageTest(unittest.TestCase):
 
     @unittest.skipUnless(HADOLINT.exists(), "hadolint is not installed")
     def test_hadolint(self) -> None:
-        """The linter of Dockerfiles finds nothing."""
         done = subprocess.run(
             [str(HADOLINT), str(DEPLOY / "docker" / "Dockerfile")],
             capture_output=True, text=True, check=False,
@@ -121,7 +120,6 @@ class DeployTest(unittest.TestCase):
             self.assertEqual(1, len(problems(text)), text)
 
     def test_all_are_shown(self) -> None:
-        """The dashboard has every metric."""
         shown = " ".join(expressions())
         missing = [name for name in METRICS if name not in shown]
         self.assertEqual([], missing, f"add them to a panel of {DASHBOARD.name}")

@@ -63,8 +63,6 @@ TREE = {
 
 
 class TestExports(unittest.TestCase):
-    """What a user may build on."""
-
     def test_public_names(self) -> None:
         """Each public module exports exactly the names that are listed here, and has them."""
         for name, expected in EXPECTED.items():

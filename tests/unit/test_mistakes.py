@@ -80,7 +80,6 @@ class MistakesTest(CliTest):
         return out.getvalue()
 
     def test_vllm_directory(self) -> None:
-        """The directory that an engine is given."""
         missing = self.beside / "no" / "kv"
         self.shows(self.serve(), "no directory", "--vua-path", "VUA_PATH")
         text = self.serve("--vua-path", missing)
@@ -142,7 +141,6 @@ class MistakesTest(CliTest):
         self.shows(text, "cryptography", "pip install cryptography")
 
     def test_library(self) -> None:
-        """The library's settings and path."""
         missing = self.beside / "no" / "kv"
         self.shows(said(lambda: VUA(VUAConfig, missing)), f"{missing}: no such directory", "mount")
         self.assertFalse(missing.parent.exists(), "nothing is made in the place of a mount")
@@ -155,7 +153,6 @@ class MistakesTest(CliTest):
         self.shows(text, "nokey: No such file", "`vua key FILE`")
 
     def test_tensors(self) -> None:
-        """Tokens, K and V, and devices."""
         with VUA(VUAConfig(model="x"), self.root) as cache:
             text = said(lambda: cache.put(torch.arange(100), kv(100)))
             self.shows(text, "100 tokens", "split_factor 64", "trim_to_split_factor()")

@@ -134,8 +134,6 @@ ATTACKS = {
 
 
 class TestRoundTrip(unittest.TestCase):
-    """What comes back is what went in."""
-
     def assert_same(self, expected: torch.Tensor, actual: torch.Tensor) -> None:
         """The tensors agree in dtype, shape and every bit."""
         self.assertEqual(expected.dtype, actual.dtype)
@@ -192,7 +190,6 @@ class TestRoundTrip(unittest.TestCase):
                 self.assertEqual([1, 0, 0, 0], actual.tolist())
 
     def test_examples_in_docstrings(self) -> None:
-        """The examples in the docstrings show what happens."""
         result = doctest.testmod(serdes)
 
         self.assertEqual(0, result.failed)
@@ -200,8 +197,6 @@ class TestRoundTrip(unittest.TestCase):
 
 
 class TestCompatibility(unittest.TestCase):
-    """The bytes are safetensors files, for safetensors too."""
-
     def test_safetensors_reads_ours(self) -> None:
         """safetensors.torch.load opens what we wrote, under the name `tensor`."""
         for dtype in SHARED_DTYPES:
@@ -235,8 +230,6 @@ class TestCompatibility(unittest.TestCase):
 
 
 class TestAttacks(unittest.TestCase):
-    """Hostile and damaged bytes are refused in words."""
-
     def test_attacks(self) -> None:
         """Every hostile file is refused as corrupt, in a message that says what to do."""
         for name, data in ATTACKS.items():
@@ -275,8 +268,6 @@ class TestAttacks(unittest.TestCase):
 
 
 class TestRefusals(unittest.TestCase):
-    """Tensors that have no plain bytes are refused before anything is written."""
-
     def test_no_plain_bytes(self) -> None:
         """Sparse, meta and unnameable tensors are the caller's error."""
         refused = {

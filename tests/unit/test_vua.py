@@ -8,12 +8,9 @@ import sys
 from pathlib import Path
 
 import pytest
-import torch
 
 import vua
 from helpers import DirectoryTest
-from vua.core import VUA, VUAConfig
-from vua.serdes import bytes_to_tensor, tensor_to_bytes
 
 EXAMPLE = """
 import os
@@ -71,26 +68,3 @@ class TestVUA(DirectoryTest):
         self.assertIn("Retrieved tokens: tensor([[", done.stdout)
         self.assertIn("Retrieved data: [[tensor([[[[", done.stdout)
         self.assertTrue(done.stdout.endswith("checked\n"))
-
-    def test_batched(self) -> None:
-        """A 2-D tensor puts each of its sequences; a list of them gets a list of results."""
-        cache_directory = VUA(VUAConfig, self.root)
-        self.addCleanup(cache_directory.close)
-        tokens = torch.randint(0, 0xFFFF, (3, 128), dtype=torch.uint16)
-        cache = [[torch.randn(3, 2, 128, 8), torch.randn(3, 2, 128, 8)] for _ in range(2)]
-        cache_directory.put(tokens, cache)
-        results = cache_directory.get_closest(list(tokens))
-
-        self.assertEqual(3, len(results))
-        for row, result in enumerate(results):
-            self.assertTrue(torch.equal(tokens[row].int(), result.tokens.int()))
-            for layer in range(2):
-                for array in range(2):
-                    expected = cache[layer][array][row : row + 1]
-                    self.assertTrue(torch.equal(expected, result.data[layer][array]))
-
-    def test_serdes(self) -> None:
-        """Tensors become bytes and come back."""
-        tensor = torch.randn(3, 4)
-
-        self.assertTrue(torch.equal(tensor, bytes_to_tensor(tensor_to_bytes(tensor))))
