@@ -77,7 +77,7 @@ sha256: Final = _find_sha256()
 _U64, _POINTER, _TEXT = ctypes.c_uint64, ctypes.c_void_p, ctypes.c_char_p
 _LOAD: Final = (
     *(_POINTER, _POINTER, ctypes.c_int, _TEXT, _U64, _U64, _U64, _U64, _U64, _U64),
-    *(_POINTER, _U64, _POINTER, _U64, _U64),
+    *(_POINTER, _U64, _POINTER, _U64, _U64, _POINTER),
 )
 _STREAM: Final = (
     *(_POINTER, _POINTER, ctypes.c_int, _TEXT, _U64, _POINTER, _U64, _POINTER, _U64, _U64, _U64),

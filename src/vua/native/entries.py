@@ -107,15 +107,16 @@ def read_entries(
             batches keep the GIL while the page cache answers.
         paths: files, names of equal length.
         place: index of the chunk slot in memory that ``paths[0]`` goes to.
-        into: memory for headers and digests, one row per path.
+        into: memory for headers and digests, one row per path. Where it has a ``form``, C compares
+            headers and checksums with it, and marks the rows of good files in ``into.judged``.
         direct: read files that are not in the page cache past it.
 
     Spread memory receives only blocks whose checksums match their file's header. Into memory that
     is ``cached`` (:class:`MemoryMap`) nothing is read without C.
 
-    Returns the index up to which all were read, ``stop`` on success. Nothing is verified: the
-    caller judges by header and digests whether a file is the right one and sound. Memory after the
-    last file read is undefined.
+    Returns the index up to which all were read, ``stop`` on success. Rows that are not marked are
+    not verified: the caller judges by header and digests whether a file is the right one and sound.
+    Memory after the last file read is undefined.
     """
     bound, stop = library(), len(paths) if stop is None else stop
     cached = transfer.memory.cached
@@ -130,16 +131,17 @@ def read_entries(
     batch = (ctypes.byref(transfer), ctypes.byref(into), directory.fd, names, len(paths[0]) + 1)
     nbytes = transfer.file_nbytes * (stop - first)
     bounce = _bounce() if direct or transfer.spread is not None else None
-    lent = _lent(directory, bounce)
-    held = directory.local and nbytes <= _HELD_NBYTES
+    last = (*_lent(directory, bounce), None if into.form is None else ctypes.byref(into.form))
+    held, done = directory.local and nbytes <= _HELD_NBYTES, first
     if held:
-        first = bound.load_held(*batch, first, stop, place, 1, flags | _NOWAIT, *lent)
-    if first < stop and not (held and cached):
+        done = bound.load_held(*batch, done, stop, place, 1, flags | _NOWAIT, *last)
+    if done < stop and not (held and cached):
         with crew.joined(nbytes) as threads:
-            first = bound.load(*batch, first, stop, place, threads, flags, *lent)
+            done = bound.load(*batch, done, stop, place, threads, flags, *last)
     if bounce is not None:
         spare_bounces.append(bounce)
-    return first
+    into.judged[first:done] = into.form is not None
+    return int(done)
 
 
 class EntryStream:

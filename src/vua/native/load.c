@@ -300,12 +300,14 @@ static void finish(struct work *work, pthread_t *threads, uint64_t count)
 
 /* Read files [first, stop) of `paths`, `[stop][path_nbytes]`, each with a final 0, and hash them.
  * Rows of `into` and chunk places count from 0 and `place`. Threads share files that are large.
+ * With a `form` a file that is not what it says ends the batch, too.
  * Cold ones are read past the page cache where there is a `bounce`: `bounces` times `bounce_nbytes`
  * of page aligned memory, both in pages. Returns up to which file all were read. */
 uint64_t vua_load(const struct batch *batch, const struct tables *into, int dir_fd,
                   const char *paths, uint64_t path_nbytes, uint64_t first, uint64_t stop,
                   uint64_t place, uint64_t threads, uint64_t flags, const uint32_t *uids,
-                  uint64_t uid_count, char *bounce, uint64_t bounce_nbytes, uint64_t bounces)
+                  uint64_t uid_count, char *bounce, uint64_t bounce_nbytes, uint64_t bounces,
+                  const struct form *form)
 {
     const struct users trusted = {uids, uid_count};
     struct opened few[64] = {0}, *opened = few;
@@ -319,7 +321,7 @@ uint64_t vua_load(const struct batch *batch, const struct tables *into, int dir_
         .parts = (batch->read_count + READS_OF_PART - 1) / READS_OF_PART,
         .threads = threads < THREADS_MAX ? threads : THREADS_MAX,
         .lock = PTHREAD_MUTEX_INITIALIZER, .changed = PTHREAD_COND_INITIALIZER,
-        .free = stop, .good = stop, .found_cold = start_more,
+        .free = stop, .good = stop, .found_cold = start_more, .form = form,
     };
     pthread_t helpers[THREADS_MAX];
     uint64_t started = start(helpers, work.threads - 1, &work);

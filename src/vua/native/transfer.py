@@ -60,6 +60,10 @@ class Headers(ctypes.Structure):
         """The xxh3-64 of each block, ``[files, blocks]``."""
         self.inodes = np.zeros((files, 2), dtype=np.uint64)
         """Device and inode, ``[files, 2]``; zeros until a file is open."""
+        self.form: HeaderForm | None = None
+        """What the headers of plain files must be, a middle for each path."""
+        self.judged = np.zeros(files, dtype=np.bool_)
+        """Whether C has compared header and digests with that, ``[files]``."""
         self.discard: npt.NDArray[np.uint8] | None = None
         """What is read only to be verified, ``[files, discard_nbytes]``; None if not wanted."""
         if keep_discarded:
@@ -71,6 +75,7 @@ class Headers(ctypes.Structure):
         """Zero the first rows, so that no earlier result can pass for a new one."""
         self.digests[:files] = 0
         self.inodes[:files] = 0
+        self.judged[:files] = False
 
     def version(self, file: int) -> bytes | None:
         """Return bytes that tell an opened file from any other of its name; None if unknown."""
