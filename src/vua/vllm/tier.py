@@ -74,8 +74,8 @@ log = logger("tier")
 
 _BUFFER_NBYTES: Final = 8 << 20
 """Memory of each thread: so much is read or written by one call, and stays in its cache."""
-_STRAIGHT_NBYTES: Final = 32 << 20
-"""So much is read from the page cache by one call, some 10 ms: giving the load up waits for it."""
+_STRAIGHT_NBYTES: Final = 128 << 20
+"""So much is read from the page cache by one call, some 20 ms: giving the load up waits for it."""
 _SAVE_THREADS: Final = 4
 _GIVES_UP: Final = {*UNJUDGED} - {"writer"}
 _PIECE: Final = 64
@@ -90,19 +90,18 @@ _COUNTERS: Final = (
 
 
 class _Move:
-    """A transfer of vLLM's, in pieces that threads take. Thread-safe."""
+    """A transfer of vLLM's, in one piece or more that threads take. Thread-safe."""
 
-    def __init__(self, job: TransferJob, request: Request, pieces: int) -> None:
+    def __init__(self, job: TransferJob, request: Request) -> None:
         places = [
             (key[-4:], request.context.get_offload_key_position(key) or 0) for key in job.keys
         ]
         moved = sorted(zip(places, job.keys, job.chunk_ids.tolist(), strict=True))
         self.job, self.request = job, request
         self.keys, self.rows = [one[1] for one in moved], [one[2] for one in moved]
-        self.began_s, size = time.monotonic(), -(-len(self.keys) // max(1, pieces)) or 1
-        self.parts = [slice(at, at + size) for at in range(0, len(self.keys), size)]
+        self.began_s = time.monotonic()
         self.jobs: list[Job[_Piece]] = []
-        self.left, self.lock = len(self.parts), threading.Lock()
+        self.left, self.lock = 1, threading.Lock()
         self.done: list[OffloadKey] = []
 
     def result(self, row_nbytes: int) -> JobResult:
@@ -330,29 +329,26 @@ class VUATier(SecondaryTierManager):
     # -- transfers ----------------------------------------------------------------------------
 
     def submit_load(self, job_metadata: TransferJob) -> None:
-        """Read rows into vLLM's memory, in as many pieces as there are threads for."""
-        pieces = len(job_metadata.keys) * self._row_nbytes // _BUFFER_NBYTES
-        self._begin(self._loads, self._read, job_metadata, min(pieces, self._load_threads))
+        """Read rows into vLLM's memory: see :meth:`_read`."""
+        self._begin(self._loads, self._read, job_metadata)
 
     def submit_store(self, job_metadata: TransferJob) -> None:
         """Write rows, in order: those before a row are there when it is."""
-        self._begin(self._saves, self._write, job_metadata, 1)
+        self._begin(self._saves, self._write, job_metadata)
 
     def _begin(
-        self, pool: Pool[_Piece], work: Callable[[Job[_Piece]], None], job: TransferJob, pieces: int
+        self, pool: Pool[_Piece], work: Callable[[Job[_Piece]], None], job: TransferJob
     ) -> None:
         request = self._requests.get(job.req_context.req_id) or Request(job.req_context)
-        move = _Move(job, request, pieces)
+        move = _Move(job, request)
         self._moves[move] = None
         may = job.is_promotion or (self._engine.saves and request.options.store)
         allowed = may and self._usable(request) and self._store() is not None
         allowed = allowed and pool.breaker.allows()
         allowed = allowed and all(0 <= row < self._rows for row in move.rows)
-        for part in move.parts:
-            if not (allowed and self._submit(pool, work, (move, part))):
-                self._piece_ended(move, [])
-        if not move.parts:
-            self._finished.append(move)
+        whole = slice(0, len(move.keys))
+        if not (allowed and move.keys and self._submit(pool, work, (move, whole))):
+            self._piece_ended(move, [])
 
     def _submit(self, pool: Pool[Any], work: Callable[[Job[Any]], None], what: Any) -> bool:
         """Run work on a thread; False if not a single one can be started."""
@@ -384,17 +380,19 @@ class VUATier(SecondaryTierManager):
     def _read(self, job: Job[_Piece]) -> None:
         """Load rows, those after a missing one, too, while they are wanted.
 
-        Straight from the page cache, where nothing waits; others through this thread's memory.
+        Straight from the page cache, where nothing waits, by one thread of Python and several of C;
+        from the first other one on by all threads, through their memory.
         """
         (move, part), done, reason, at, cached = job.what, list[OffloadKey](), "", 0, True
         keys, rows, memory = move.keys[part], move.rows[part], self._buffer.rows.memory
+        stop = len(keys)
         at_once = {False: self._buffer.rows.chunks, True: 1 + _STRAIGHT_NBYTES // self._row_nbytes}
         with self._tolerant() as work:
             store, kind = self._store(), move.request.terms.kind
             believed = _Believed(self._known, kind, self._own) if store else None
             chunks = self._names.of(move.request, keys, store) if store else []
-            while store and at < len(keys) and job.wanted and reason not in _GIVES_UP:
-                some, found = slice(at, at + at_once[cached]), LoadResult(0)
+            while store and at < stop and job.wanted and reason not in _GIVES_UP:
+                some, found = slice(at, min(stop, at + at_once[cached])), LoadResult(0)
                 if not cached:
                     found = Loader(store, memory).load(chunks[some], believed)
                     job.progress()
@@ -406,13 +404,26 @@ class VUATier(SecondaryTierManager):
                     elif usable:
                         self._copy(rows[at : at + found.chunks], out=True)
                     done += keys[at : at + found.chunks] if usable else []
-                at += found.chunks + bool(found.reason)
+                    at += found.chunks + bool(found.reason)
+                    if usable and cached and at < some.stop:
+                        stop = at + self._share(move, part.start + at, part.start + stop)
                 cached = bool(found.chunks if cached else found.reason)
                 if reason := found.reason or "":
                     self._stats.add("vua_load_stops_total", label=reason)
         self._stats.add("vua_loaded_bytes_total", len(done) * self._row_nbytes, "slab")
         if job.settle(well=work.well and reason != "error"):
             self._piece_ended(move, done)
+
+    def _share(self, move: _Move, first: int, stop: int) -> int:
+        """Leave rows of a load to other threads; return how many of them are this one's own."""
+        each = max(self._buffer.rows.chunks, -(-(stop - first) // self._load_threads))
+        for at in range(first + each, stop, each):
+            with move.lock:
+                move.left += 1
+            rest = slice(at, min(stop, at + each))
+            if not self._submit(self._loads, self._read, (move, rest)):
+                self._piece_ended(move, [])
+        return min(each, stop - first)
 
     def _write(self, job: Job[_Piece]) -> None:
         """Store rows, copied out while vLLM keeps them."""
@@ -510,9 +521,10 @@ class VUATier(SecondaryTierManager):
 
     def drain_jobs(self) -> None:
         """Wait until no thread touches vLLM's memory: ``io_s`` at most where the storage hangs."""
-        for job in [job for move in list(self._moves) for job in move.jobs]:
-            while not job.wait(0.01):
-                self._give_up()
+        for move in list(self._moves):
+            for job in move.jobs:  # the first ones may add others until they end
+                while not job.wait(0.01):
+                    self._give_up()
 
     def shutdown(self) -> None:
         """Finish what is under way, unless the storage hangs; touch vLLM's memory no more."""
@@ -521,8 +533,9 @@ class VUATier(SecondaryTierManager):
         self._saves.close(timeout_s=drain_s)
         self._lookups.close(timeout_s=self._config.timeouts.lookup_s)
         self._savings.close()
-        for job in [job for move in self._moves for job in move.jobs]:
-            job.settle()  # waits for a copy under way
+        for move in self._moves:
+            for job in move.jobs:
+                job.settle()  # waits for a copy under way
         if self._opening is not None:
             self._opening.close()
             opened = self._opening.take()  # what opens later closes itself
