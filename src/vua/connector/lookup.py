@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from concurrent.futures import wait as wait_for
 from contextlib import suppress
@@ -308,13 +308,6 @@ class Lookups:
         found.beside = frozenset(beside)
         found.kind = kind_of(lookup.request, found.stored * size, lookup.adapter)
         self._known.learn(found.kind, beside.union(*(names for _, names in found.writers)))
-
-    def note_stored(self, stored: Iterable[tuple[int, Sequence[bytes]]]) -> None:
-        """Note what workers may have stored by now: the group, and the chunks' prefix hashes."""
-        for group, chunks in stored:
-            search = self._namespace.stores[group].search
-            if search is not None:
-                search.note_stored(chunk.hex() for chunk in chunks)
 
     def learn(self, refused: Mapping[bytes, bytes]) -> None:
         """Note the writers of chunks, by prefix hash, that loads refused."""

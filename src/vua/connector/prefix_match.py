@@ -124,8 +124,9 @@ def longest(model: Model, stores: Sequence[Store], keys: Keys, stored: int, most
         return known
 
     def missing(number: int, chunks: Sequence[int]) -> int | None:
-        if (search := stores[number].search) is not None:  # all at once: it remembers the answers
-            search.holds([keys[chunk] for chunk in chunks], model.groups[number].written)
+        if (search := stores[number].search) is not None:  # all at once
+            held = search.holds([keys[chunk] for chunk in chunks], model.groups[number].written)
+            seen.update(zip(((number, chunk) for chunk in chunks), held, strict=True))
         return next((one for one in chunks if not is_there(number, one)), None)
 
     return longest_prefix(model.kinds, stored, most, missing, model.align)

@@ -398,10 +398,8 @@ class SaveScheduler:
         unsaved: Mapping[str, int],
         retry: Collection[str],
         ended: Mapping[int, int],
-    ) -> list[tuple[int, list[bytes]]]:
+    ) -> None:
         """Take the workers' reports of chunks that they could not store, and of ended orders.
-
-        Returns, for orders that all workers have ended, the group and the chunks' prefix hashes.
 
         A chunk after a missing one would never be found. So nothing more is ordered for these
         requests until there are buffers again (``retry``), and then from the missing chunk on. If
@@ -417,14 +415,11 @@ class SaveScheduler:
             state = states.get(request_id)
             if state is not None and state.unsaved is not None:
                 state.next_save, state.unsaved = state.unsaved, None
-        came: list[tuple[int, list[bytes]]] = []
         for ordered in self._orders.learn(ended, self._clock()):
             for group, keys, names in ordered.parts:
-                came.append((group, names))
                 if self._events is not None and group == self._events.group:
                     chunks = [key.start // size for key in keys[: len(names)]]
                     self._events.announce(ordered.request, ordered.chain, chunks)
-        return came
 
     def ended(self, state: RequestState) -> None:
         """Note that a request has ended, to count how much of its prompt was stored."""

@@ -229,9 +229,8 @@ class SchedulerSide:
         for number in self.adapters.learn(notes.adapters):
             for state in self.states.values():
                 state.outdated |= state.adapter is not None and state.adapter.number == number
-        came = self._saves.learn(self.states, notes.unsaved, notes.retry, notes.ended)
+        self._saves.learn(self.states, notes.unsaved, notes.retry, notes.ended)
         if self._open:
-            self.lookups.note_stored(came)
             self.lookups.learn(notes.refused)
         opening = self._opening.identity
         self._workers_open.update(notes.opened)

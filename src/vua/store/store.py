@@ -17,8 +17,8 @@ from __future__ import annotations
 import errno
 import logging
 import time
-from collections import Counter, deque
-from collections.abc import Callable, Container, Iterable, Sequence
+from collections import Counter
+from collections.abc import Callable, Collection, Container, Sequence
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 from vua.capacity.reservation import Capacity
@@ -40,9 +40,8 @@ if TYPE_CHECKING:
     from vua.security.seal import Seal
 
 _PRESENT_S: Final = 600.0
-"""How long a found entry counts as present; a load that misses it forgets it at once."""
-_ABSENT_S: Final = 2.0
-"""How long a missing entry counts as missing: other processes store meanwhile."""
+"""How long a found entry counts as present; a load that misses it forgets it at once. A missing one
+is asked for anew: other processes store meanwhile."""
 _LISTED_S: Final = 10.0
 """Interval of checking in which shards a chunk is stored: listing is expensive."""
 _MOST: Final = 1 << 17
@@ -55,12 +54,10 @@ class Search:
         self, storage: Storage, layout: KVLayout, clock: Callable[[], float] = time.monotonic
     ) -> None:
         self._storage, self._layout, self._clock = storage, layout, clock
-        self._known: dict[str, tuple[bool, float]] = {}
-        """By name: whether it existed, and until when that counts."""
+        self._present: dict[str, float] = {}
+        """Until when an entry that was found counts as present, by name."""
         self._covers: list[tuple[Shard, ...]] = []
         self._listed_s = -_LISTED_S
-        self._came: deque[str] = deque(maxlen=_MOST)
-        """Chunks that were stored since the latest question."""
 
     def longest(self, keys: Keys, wanted: Sequence[Shard]) -> int:
         """Return how many leading chunks are stored, in O(log n) rounds; see `Store.lookup`."""
@@ -72,44 +69,28 @@ class Search:
     def holds(self, keys: Sequence[ChunkKey], wanted: Sequence[Shard]) -> list[bool]:
         """Whether each chunk is stored in ``wanted`` or in other writers' shards: one round."""
         covers = [tuple(wanted), *(one for one in self._covers if one != tuple(wanted))]
-        self._ask_again(covers)
         names = [[[entry_name(key.name, shard) for shard in one] for one in covers] for key in keys]
         now_s = self._clock()
         every = dict.fromkeys(name for each in names for one in each for name in one)
-        unknown = [name for name in every if self._remembered(name, now_s) is None]
-        if unknown:
-            self._remember(unknown, self._storage.exists(unknown), now_s)
-        return [
-            any(all(self._remembered(name, now_s) for name in one) for one in each)
-            for each in names
-        ]
+        there = {name for name in every if now_s < self._present.get(name, now_s)}
+        if unknown := [name for name in every if name not in there]:
+            answers = zip(unknown, self._storage.exists(unknown), strict=True)
+            there |= (found := {name for name, is_there in answers if is_there})
+            self._remember(found, now_s)
+        return [any(there.issuperset(one) for one in each) for each in names]
 
     @property
     def covers(self) -> tuple[tuple[Shard, ...], ...]:
         """Shards that other writers store chunks in, as lookups have found them."""
         return tuple(self._covers)
 
-    def note_stored(self, chunks: Iterable[str]) -> None:
-        """Note that chunks (64 hex) may have been stored by now; takes no time for each."""
-        self._came.extend(chunks)
-
     def wrote(self, name: str) -> None:
         """Note that an entry exists now."""
-        self._remember([name], [True], self._clock())
+        self._remember((name,), self._clock())
 
     def forget(self, name: str) -> None:
         """Note that an entry does not exist after all."""
-        self._known.pop(name, None)
-
-    def _ask_again(self, covers: Sequence[Sequence[Shard]]) -> None:
-        while self._came:
-            try:
-                chunk = self._came.popleft()
-            except IndexError:  # another thread was faster
-                break
-            for name in (entry_name(chunk, shard) for one in covers for shard in one):
-                if self._known.get(name, (True, 0.0))[0] is False:
-                    self.forget(name)
+        self._present.pop(name, None)
 
     def _longest(self, keys: Keys, wanted: Sequence[Shard]) -> int:
         present, absent = 0, len(keys) + 1  # chunk counts: known good, known bad
@@ -144,15 +125,10 @@ class Search:
         self._listed_s -= _LISTED_S  # there may be more kinds
         return True
 
-    def _remembered(self, name: str, now_s: float) -> bool | None:
-        there, until_s = self._known.get(name, (False, now_s))
-        return there if now_s < until_s else None
-
-    def _remember(self, names: Sequence[str], there: Sequence[bool], now_s: float) -> None:
-        if len(self._known) + len(names) > _MOST:
-            self._known = {}
-        for name, one in zip(names, there, strict=True):
-            self._known[name] = one, now_s + (_PRESENT_S if one else _ABSENT_S)
+    def _remember(self, names: Collection[str], now_s: float) -> None:
+        if len(self._present) + len(names) > _MOST:
+            self._present = {}
+        self._present.update(dict.fromkeys(names, now_s + _PRESENT_S))
 
 
 _WARN_INTERVAL_S: Final = 60.0

@@ -63,22 +63,15 @@ class SearchTest(unittest.TestCase):
                 self.assertLessEqual(self.names.rounds, most, (count, length))
         self.assertEqual(0, self.search().longest([], [LAYOUT.full]))
 
-    def test_what_came_is_asked_for(self) -> None:
-        """What was missing is looked for again once it is said to have come, and only that."""
+    def test_remembered(self) -> None:
+        """What is there is not asked for again, and what is missing is, at once."""
         search = self.search()
         self.assertEqual(0, search.longest(KEYS[:8], HALVES))
         self.names.store(KEYS[:8], HALVES)
+        self.assertEqual(8, search.longest(KEYS[:8], HALVES))
         self.names.asked = 0
-        self.assertEqual(0, search.longest(KEYS[:8], HALVES))
+        self.assertEqual(8, search.longest(KEYS[:8], HALVES))
         self.assertEqual(0, self.names.asked)
-        search.note_stored(key.name for key in KEYS[:4])
-        self.assertEqual(4, search.longest(KEYS[:8], HALVES))
-        search.note_stored(key.name for key in KEYS[:8])
-        self.assertEqual(8, search.longest(KEYS[:8], HALVES))
-        self.names.asked = 0
-        search.note_stored(key.name for key in KEYS[:8])
-        self.assertEqual(8, search.longest(KEYS[:8], HALVES))
-        self.assertEqual(0, self.names.asked)  # what is there is remembered
 
     def test_shards_of_others(self) -> None:
         """What others store in other shards is found, also behind what is stored in one's own."""
@@ -87,7 +80,6 @@ class SearchTest(unittest.TestCase):
         search = self.search()
         self.assertEqual(400, search.longest(KEYS, [LAYOUT.full]))
         self.names.rounds = self.names.lists = 0
-        self.now_s += 3  # what was missing counts no more
         self.assertEqual(400, search.longest(KEYS, [LAYOUT.full]))
         self.assertLessEqual(self.names.rounds, 3)
         self.assertEqual(0, self.names.lists)
