@@ -330,9 +330,10 @@ def _s3(url: str) -> _Settings:
     if "AWS_UNSIGNED_PAYLOAD" in os.environ:
         options = {}
     identity, is_unsigned = _own_identity(), _is_on("AWS_SKIP_SIGNATURE")
-    session = None if keys or is_unsigned else _session(url)
-    if session is not None:
-        identity, found = _from_session(url, session, identity)
+    if not (keys or is_unsigned):
+        identity, found = _from_files(url, identity)
+        for (_, form, expected), name in zip(_FORMS[1:], ("region", "endpoint"), strict=True):
+            _check(url, f"{name} of {identity}", found.get(name), form, expected)
         options |= found
     if endpoint := _named(_ENDPOINTS):
         options["endpoint"] = endpoint[1]  # obstore does not know all of these variables
@@ -356,32 +357,29 @@ def _own_identity() -> str:
     return "the instance's role"
 
 
-def _session(url: str) -> Any | None:
-    """Return botocore's session if there is a profile or a file of AWS's tools.
+def _from_files(url: str, identity: str) -> tuple[str, dict[str, Any]]:
+    """Return the credentials' source, and obstore's settings, by a profile or AWS's files if any.
 
-    None if obstore finds everything itself. Raises ConfigError for a profile without botocore.
+    Raises ConfigError for what cannot be used.
     """
     profile = _named(_PROFILES)
     files = [Path(os.path.expanduser(os.environ.get(name, path))) for name, path in _FILES]
     if profile is None and not any(file.is_file() for file in files):
-        return None
-    try:
-        return importlib.import_module("botocore.session").Session()
-    except ImportError:
-        if profile is None:
-            return None
-    raise ConfigError(
-        f"{url}: {profile[0]} names a profile, and profiles are read by the package boto3, which "
-        "is not installed: install it, or set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY"
-    )
-
-
-def _from_session(url: str, session: Any, identity: str) -> tuple[str, dict[str, Any]]:
-    errors = importlib.import_module("botocore.exceptions")
-    providers = importlib.import_module("botocore.configprovider")
-    options: dict[str, Any] = {}
-    profile = _named(_PROFILES)
+        return identity, {}
     where = f"the profile {profile[1]!r}" if profile else "the files of ~/.aws"
+    try:
+        lender = importlib.import_module("obstore.auth.boto3").Boto3CredentialProvider
+        errors = importlib.import_module("botocore.exceptions")
+        providers = importlib.import_module("botocore.configprovider")
+        session = importlib.import_module("botocore.session").Session()
+    except ImportError as problem:
+        if profile is None:
+            return identity, {}
+        raise ConfigError(
+            f"{url}: {profile[0]} names a profile, and profiles are read by the package boto3, "
+            "which is not installed: install it, or set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY"
+        ) from problem
+    options: dict[str, Any] = {}
     try:
         credentials = session.get_credentials()
         if not _named(_REGIONS) and (region := session.get_config_variable("region")):
@@ -396,14 +394,11 @@ def _from_session(url: str, session: Any, identity: str) -> tuple[str, dict[str,
                 options["endpoint"] = found
     except (errors.BotoCoreError, errors.ClientError, OSError, ValueError) as problem:
         raise ConfigError(f"{url}: {where} cannot be used: {problem}") from None
-    for (_, form, expected), name in zip(_FORMS[1:], ("region", "endpoint"), strict=True):
-        _check(url, f"{name} of {where}", options.get(name), form, expected)
     if credentials is None:
         if profile:
             msg = f"{url}: {where} has no credentials; run `aws configure` or `aws sso login`"
             raise ConfigError(msg)
         return identity, options
-    lender = importlib.import_module("obstore.auth.boto3").Boto3CredentialProvider
     options["credential_provider"] = lender(session, ttl=_LENT)
     return f"{where} ({credentials.method})", options
 
