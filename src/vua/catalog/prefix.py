@@ -26,16 +26,14 @@ from vua.capacity.listing import Listing
 from vua.catalog.check import NO_KEYS
 from vua.catalog.opening import open_catalog
 from vua.errors import ConfigError, CorruptEntryError, ForeignEntryError
-from vua.format.identity import FIELDS, Identity, named_by, rope_order, varies_with_length
+from vua.format.identity import Identity, named_by, rope_order, varies_with_length
 from vua.format.keys import ChunkKey, KeyChain, token_ids
 from vua.format.layout import KVLayout, Shard, cover
 from vua.format.prefix import Kind, leading, longest_prefix
 from vua.security.keyring import NoKeyError
 from vua.security.settings import Security
-from vua.storage.description import Description
 from vua.store.entry_reader import EntryReader
 from vua.store.namespace import Namespace
-from vua.store.nearest import differences
 from vua.store.place import open_namespace
 from vua.store.store import Store
 from vua.weights import checkpoint_files, identify_weights
@@ -271,27 +269,6 @@ class ModelIdentity:
     """What an engine may do that the files do not show."""
 
 
-@dataclass(frozen=True, slots=True)
-class Difference:
-    """A field in which a stored identity differs from the expected one."""
-
-    field: str
-    """A member of an identity, or the path of a config's field that ``model`` is a digest of."""
-    stored: object
-    expected: object
-    certain: bool
-    """Whether an engine with these files must see it, too."""
-
-    def __str__(self) -> str:
-        text = f"{self.field} {_shown(self.stored)} instead of {_shown(self.expected)}"
-        return text if self.certain else f"{text} (config.json alone does not tell)"
-
-
-def _shown(value: object) -> str:
-    text = repr(value)
-    return text if len(text) < 40 else f"{text[: _SHORT + 1]}...'"
-
-
 def expect(
     model: str,
     *,
@@ -361,30 +338,3 @@ def _read_config(root: Path) -> Mapping[str, Any]:
     if not isinstance(config, Mapping):
         raise ConfigError(f"{path} is a JSON {type(config).__name__}, expected an object")
     return config
-
-
-def compare(expected: ModelIdentity, stored: Identity) -> list[Difference]:
-    """Return the fields in which ``stored`` differs; certain ones first."""
-    certain = {*FIELDS} - {"model"}
-    return [
-        Difference(field, theirs, ours, certain=field in certain)
-        for field, ours, theirs in differences(expected.identity, stored, complete=False)
-        if field not in expected.unknown
-    ]
-
-
-def nearest(
-    expected: ModelIdentity, found: Sequence[Description]
-) -> list[tuple[Description, list[Difference]]]:
-    """Return described namespaces with their differences, nearest first.
-
-    Equal weights count most, then the number of fields that certainly differ.
-    """
-    pairs = [(one, compare(expected, one.identity)) for one in found if one.identity is not None]
-
-    def distance(pair: tuple[Description, list[Difference]]) -> tuple[bool, int, int, str]:
-        others = any(one.field in ("weights", "adapter") for one in pair[1])
-        certain = sum(one.certain for one in pair[1])
-        return others, certain, len(pair[1]), pair[0].name
-
-    return sorted(pairs, key=distance)

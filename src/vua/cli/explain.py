@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from operator import attrgetter
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,15 +19,12 @@ from vua.catalog.contents import SHORT
 from vua.catalog.opening import open_catalog
 from vua.catalog.prefix import (
     ChunkState,
-    Difference,
     GroupState,
     ModelIdentity,
-    compare,
     expect,
     first_salts,
     group_state,
     loadable,
-    nearest,
     order_documents,
     prompt_keys,
     usable,
@@ -42,6 +39,7 @@ from vua.security.keyring import NoKeyError
 from vua.security.settings import Security
 from vua.storage.description import Description
 from vua.storage.location import directory_of
+from vua.store.nearest import FieldDifference, differences, nearest
 from vua.store.place import open_namespace
 
 if TYPE_CHECKING:
@@ -59,7 +57,7 @@ class Answer:
     namespace: Description
     state: str
     """State of ``namespace.json``."""
-    differences: list[Difference] | None
+    differences: list[FieldDifference] | None
     """From the model's identity; None without a model."""
     length: int = 0
     """Tokens of the prompt."""
@@ -332,16 +330,16 @@ def _expected(question: SimpleNamespace) -> ModelIdentity | None:
 
 def _candidates(
     found: Sequence[Description], expected: ModelIdentity | None, question: SimpleNamespace
-) -> list[tuple[Description, list[Difference] | None]]:
+) -> list[tuple[Description, list[FieldDifference] | None]]:
     if question.namespace:
         named = [one for one in found if one.name.startswith(question.namespace)]
         if not named:
             msg = f"no namespace begins with {question.namespace!r}; `vua ls` lists what is there"
             raise ConfigError(msg)
-        known = [(one, one.identity) for one in named]
-        return [(one, compare(expected, who) if expected and who else None) for one, who in known]
+        return [(one, _compared_with(expected, one.identity)) for one in named]
     if expected is not None:
-        near = nearest(expected, found)
+        ours, unknown = expected.identity, expected.unknown
+        near = nearest(ours, found, complete=False, unknown=unknown)
         fit = [pair for pair in near if not any(one.field == "weights" for one in pair[1])]
         return [*(fit or near[:1])]
     size = question.chunk_tokens
@@ -351,10 +349,18 @@ def _candidates(
     ]  # fmt: skip
 
 
+def _compared_with(
+    expected: ModelIdentity | None, stored: Identity | None
+) -> list[FieldDifference] | None:
+    if expected is None or stored is None:
+        return None
+    return differences(expected.identity, stored, complete=False, unknown=expected.unknown)
+
+
 def _answer(
     catalog: Catalog,
     found: Description,
-    differences: list[Difference] | None,
+    differences: list[FieldDifference] | None,
     prompt: Prompt,
     question: SimpleNamespace,
 ) -> Answer:
@@ -403,7 +409,12 @@ def _describe(answer: Answer) -> dict[str, object]:
         "description": answer.state,
         "engine": namespace.engine or None,
         "identity": namespace.identity and namespace.identity.describe(),
-        "differences": None if differences is None else [asdict(one) for one in differences],
+        "differences": None
+        if differences is None
+        else [
+            {"field": one.field, "stored": one.theirs, "expected": one.ours, "certain": one.certain}
+            for one in differences
+        ],
         "seal": answer.seal and answer.seal.kind,
         "key": answer.seal and answer.seal.key_id,
         "usable_chunks": answer.usable,
@@ -494,10 +505,10 @@ def _named(found: Description) -> str:
 
 
 def _unlike(first: Identity, other: Identity) -> str:
-    found = compare(ModelIdentity(first, (), ()), other)
+    found = differences(first, other, complete=False)
     more = f" and {len(found) - 3} more" * (len(found) > 3)
     return (
-        "; ".join(f"{one.field} {one.stored!r:.40}, not {one.expected!r:.40}" for one in found[:3])
+        "; ".join(f"{one.field} {one.theirs!r:.40}, not {one.ours!r:.40}" for one in found[:3])
         + more
     )
 
@@ -507,11 +518,20 @@ def _short(value: str | int) -> str:
     return text if len(text) < 40 else text[:SHORT]
 
 
-def _compared(differences: list[Difference]) -> str:
+def _compared(differences: list[FieldDifference]) -> str:
     differing = {one.field for one in differences}
     same = [name for name in ("model", "weights") if name not in differing]
     parts = [f"same {' and '.join(same)}"] if same else []
-    return ", ".join(parts + [str(one) for one in differences])
+    return ", ".join(parts + list(map(_difference, differences)))
+
+
+def _difference(one: FieldDifference) -> str:
+    stored, expected = (
+        text if len(text := repr(value)) < 40 else f"{text[: SHORT + 1]}...'"
+        for value in (one.theirs, one.ours)
+    )
+    text = f"{one.field} {stored} instead of {expected}"
+    return text if one.certain else f"{text} (config.json alone does not tell)"
 
 
 def _stored(group: GroupState) -> str:

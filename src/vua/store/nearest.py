@@ -7,7 +7,7 @@ nothing is loaded or stored by what is found here.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from typing import Final, NamedTuple
 
 from vua.format.identity import FIELDS, Identity
@@ -34,22 +34,28 @@ class FieldDifference(NamedTuple):
         """
         return f"{self.field} is {_shown(self.ours)} here and {_shown(self.theirs)} there"
 
+    @property
+    def certain(self) -> bool:
+        """Whether it shows in an identity by a model's files, too: engines complete a config."""
+        return self.field in FIELDS and self.field != "model"
+
 
 class Near(NamedTuple):
     """A namespace, and how far it is from an identity."""
 
     found: Description
     differences: list[FieldDifference]
-    """At least one, those of the identity's own fields first."""
+    """Those of the identity's own fields first."""
 
 
 def differences(
-    ours: Identity, theirs: Identity, *, complete: bool = True
+    ours: Identity, theirs: Identity, *, complete: bool = True, unknown: Collection[str] = ()
 ) -> list[FieldDifference]:
     """Return the fields in which two identities differ, the weights first; none if they are equal.
 
     In place of the digest ``model`` the fields that it counted, by path, as far as both are known.
-    Engines complete a config: unless ours is ``complete``, fields that one side lacks are left out.
+    Engines complete a config: unless ours is ``complete``, fields that one side lacks are left out;
+    and so are those that are ``unknown`` of ours.
     """
     names = [name for name in FIELDS if name not in ("name", "model")]
     names.sort(key=lambda name: name != "weights")
@@ -61,26 +67,31 @@ def differences(
         counted = [FieldDifference(p, here.get(p, ABSENT), there.get(p, ABSENT)) for p in paths]
         counted = [one for one in counted if one.ours != one.theirs]
         found += counted or [FieldDifference("model", ours.model, theirs.model)]
-    return [one for one in found if one.ours != one.theirs]
+    return [one for one in found if one.ours != one.theirs and one.field not in unknown]
 
 
-def nearest(ours: Identity, found: Iterable[Description]) -> list[Near]:
-    """Return the described namespaces of other identities, the nearest first.
+def nearest(
+    ours: Identity,
+    found: Iterable[Description],
+    *,
+    complete: bool = True,
+    unknown: Collection[str] = (),
+) -> list[Near]:
+    """Return the described namespaces, the nearest first; arguments as for :func:`differences`.
 
-    Equal weights count most, then the number of fields that differ, then an equal name.
+    Equal weights count most, then the number of fields that differ for certain.
     """
+
+    def distance(one: Near) -> tuple[bool, int, int, str]:
+        others = any(each.field in ("weights", "adapter") for each in one.differences)
+        certain = sum(complete or each.certain for each in one.differences)
+        return others, certain, len(one.differences), one.found.name
+
     near = [
-        Near(one, differences(ours, one.identity))
+        Near(one, differences(ours, one.identity, complete=complete, unknown=unknown))
         for one in found
-        if one.identity is not None and one.identity.namespace != ours.namespace
+        if one.identity is not None
     ]
-
-    def distance(one: Near) -> tuple[bool, int, bool, str]:
-        theirs = one.found.identity
-        other_name = theirs is None or theirs.name != ours.name
-        weights = one.differences[0].field == "weights"
-        return weights, len(one.differences), other_name, one.found.name
-
     return sorted(near, key=distance)
 
 

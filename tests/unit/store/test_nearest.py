@@ -53,10 +53,10 @@ class NearestTest(unittest.TestCase):
         self.assertEqual(["model"], [one.field for one in differences(of(), theirs)])
 
     def test_order(self) -> None:
-        """Of the same weights first, then by the number of fields; not the own one."""
+        """Of the same weights first, then by the number of fields; the own one is the nearest."""
         tuned, far = of(weights="tuned"), of({"a": 1, "b": 2, "c": 3})
         near, unknown = of({"a": 1}, epoch="2"), None
         found = nearest(of(), [described(one) for one in (tuned, unknown, far, of(), near)])
 
-        self.assertEqual([near, far, tuned], [one.found.identity for one in found])
-        self.assertEqual(["epoch", "a"], [one.field for one in found[0].differences])
+        self.assertEqual([of(), near, far, tuned], [one.found.identity for one in found])
+        self.assertEqual(["epoch", "a"], [one.field for one in found[1].differences])
