@@ -17,7 +17,7 @@ import stat
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain, islice
-from typing import Final, NamedTuple, Protocol
+from typing import Final, Protocol, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -182,13 +182,9 @@ def read_entry(
         close_plain(fd, local=directory.local)
 
 
-class _Piece(NamedTuple):
-    offset: int
-    nbytes: int
-    block: int
-    header: Sequence[memoryview]
-    parts: Sequence[Sequence[memoryview]]
-    """The memory of each checksum block."""
+_Piece: TypeAlias = "tuple[int, int, int, Sequence[memoryview], Sequence[Sequence[memoryview]]]"
+"""Of one read: offset, bytes, first checksum block, the header if it is part of it, and the memory
+of each block."""
 
 
 def _pieces(
@@ -197,7 +193,7 @@ def _pieces(
     blocks = blocks_of(transfer, place, discard)
     for _, _, with_header, nbytes, offset, block, stop in transfer.plan.reads.tolist():
         opening = [header.data] if with_header else []
-        yield _Piece(offset, nbytes, block, opening, list(islice(blocks, stop - block)))
+        yield offset, nbytes, block, opening, list(islice(blocks, stop - block))
 
 
 def _read_pieces(transfer: Transfer, place: int, into: Headers, file: int) -> Iterator[_Piece]:

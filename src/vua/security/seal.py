@@ -19,7 +19,7 @@ import hmac
 import secrets
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Final, NamedTuple, TypeAlias
+from typing import Final, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -37,13 +37,6 @@ from vua.native import Digest
 _NONCE_NBYTES: Final = 12
 
 Block: TypeAlias = Iterable[memoryview]
-
-
-class SealOfFile(NamedTuple):
-    """Nonce and tags of a new file."""
-
-    seal_info: SealInfo
-    tags: bytes
 
 
 def new_nonce() -> str:
@@ -92,8 +85,8 @@ class Seal:
         key: ChunkKey,
         blocks: Iterable[Block],
         into: npt.NDArray[np.uint8] | None = None,
-    ) -> SealOfFile:
-        """Seal a chunk in memory, which stays unchanged.
+    ) -> tuple[SealInfo, bytes]:
+        """Seal a chunk in memory, which stays unchanged; return its file's nonce and tags.
 
         Args:
             codec: of its file, of this kind of seal.
@@ -103,7 +96,7 @@ class Seal:
         seal_info = SealInfo(self.key_id, new_nonce())
         target = None if into is None else memoryview(into.data)
         tags = _fed(blocks, self._closings(codec, key, seal_info, target))
-        return SealOfFile(seal_info, b"".join(tag.to_bytes(TAG_NBYTES, "big") for tag in tags))
+        return seal_info, b"".join(tag.to_bytes(TAG_NBYTES, "big") for tag in tags)
 
     def open(
         self,
