@@ -16,10 +16,9 @@ import logging
 import os
 import threading
 import time
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Final
 
 import numpy as np
@@ -136,8 +135,6 @@ class Evictor:
         self.spares_unsent = False
         """Whether chunks that are not yet uploaded to slower tiers stay, while other chunks can
         go."""
-        self.counts: Counter[str] = Counter()
-        """``unsent_evicted``: evicted before they were uploaded."""
         self.immovable: dict[tuple[str, str], OSError] = {}
         """Chunks, as (namespace, chunk), that could be neither moved nor deleted, and why. They are
         skipped."""
@@ -172,7 +169,7 @@ class Evictor:
 
         Args:
             now_ns: the server's time, as :func:`vua.capacity.lru.next_tick_ns` gives it.
-            pulse: called some hundred times; may evict meanwhile.
+            pulse: called some hundred times.
             wanted: how many to find, at least; 0: 65,536.
             whole: whether to tell other processes, too.
 
@@ -191,10 +188,11 @@ class Evictor:
         took_ns = int((time.monotonic() - began_s) * 1e9)
         until_ns = now_ns + int(took_ns * (1 + 1 / _PASSES_SHARE))
         seen_ns = _ANY_TIME_NS if is_set_back else now_ns
-        self._use(Victims(seen_ns, until_ns, sweep.victims()))
+        victims = Victims(seen_ns, until_ns, sweep.victims())
+        self._use(victims)
         if self.shares and whole and sweep.chunks >= SHARED and not is_set_back:
             with contextlib.suppress(OSError), closing_fd(upkeep_directory(self._root)) as fd:
-                tell_victims(fd, self._victims)
+                tell_victims(fd, victims)
         return not (whole and sweep.takes_all)
 
     def _use(self, victims: Victims) -> None:
@@ -243,14 +241,11 @@ class Evictor:
                     stayed = before == run.freed.chunks  # all of the last are pinned, or in use
                     wanted, before = wanted * (_MORE if stayed else 1), run.freed.chunks
                     if stayed or not self.adopt(now_ns):
-                        go_on = partial(self._pulse, run)
-                        more = self.search(now_ns, go_on, wanted=wanted, whole=stayed)
+                        more = self.search(
+                            now_ns, lambda: pulse(run.freed), wanted=wanted, whole=stayed
+                        )
                     self._take(run)
         return run.freed
-
-    @staticmethod
-    def _pulse(run: _Run) -> None:
-        run.pulse(run.freed)
 
     def _take(self, run: _Run) -> None:
         """Evict known victims, in order; those that the run spares stay victims."""
@@ -272,7 +267,8 @@ class Evictor:
                     continue
                 victim = Candidate.of(found[some[at]])
                 at += 1
-                if self.spares_unsent and self._is_spared(victim, run):
+                space = None if run.takes_unsent else run.by_name.get(victim.space)
+                if space is not None and is_unsent(space, victim.chunk):
                     unsent.append(int(some[at - 1]))
                 elif victim.rank >= RETAINED_RANK:
                     run.freed += self._hold(victim, run, seen_ns)
@@ -307,13 +303,6 @@ class Evictor:
             for victim in some[: gone.settled][gone.deleted]:
                 self._tell(Candidate.of(victim))
         return gone
-
-    def _is_spared(self, victim: Candidate, run: _Run) -> bool:
-        space = run.by_name.get(victim.space)
-        if space is None or not is_unsent(space, victim.chunk):
-            return False
-        self.counts["unsent_evicted"] += run.takes_unsent
-        return not run.takes_unsent
 
     def expire(
         self,

@@ -171,7 +171,7 @@ def collect(
     began_s, report = time.monotonic(), Collection(asdict(limits))
     claim(root)
     remover = Remover(rehearse=rehearse)
-    standing = ResolvedLimits.of(root, Limits(), refused=lambda _: None)
+    standing = ResolvedLimits.of(root, Limits())
     pins_most = int(PINNED_SHARE * max(limits.max_bytes, standing.max_bytes))
     directory = None if rehearse else upkeep_directory(root)
     try:

@@ -61,14 +61,9 @@ def upkeep_directory(root: str | os.PathLike[str]) -> int:
             with contextlib.suppress(OSError):  # another's group
                 os.chown(path, -1, above.st_gid)
             see_to_mode(path, 0o700 | shared)
-    except OSError as problem:
-        if problem.errno not in FULL:
-            raise
-        return Bare(os.open(root, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC))
-    try:
         return os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
     except OSError as problem:
-        if problem.errno not in (errno.ENOTDIR, errno.ELOOP):
+        if problem.errno not in (*FULL, errno.ENOTDIR, errno.ELOOP):
             raise
         return Bare(os.open(root, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC))
 

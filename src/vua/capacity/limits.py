@@ -10,10 +10,10 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 from vua.errors import ConfigError
 from vua.io.files import atomic_write
@@ -125,7 +125,6 @@ class ResolvedLimits:
         root: str | os.PathLike[str],
         *own: Limits,
         file: bool = True,
-        refused: Callable[[str], None] | None = None,
     ) -> ResolvedLimits:
         """Combine limits with ``bounds.json`` of ``root``, for its file system as it is now.
 
@@ -133,13 +132,12 @@ class ResolvedLimits:
             root: directory of the cache.
             own: the process's limits.
             file: whether ``bounds.json`` is read.
-            refused: as for `read_bounds`.
 
         Raises ConfigError (an unusable ``bounds.json``), OSError.
         """
         status = os.statvfs(root)
         whole = status.f_blocks * status.f_frsize
-        everything = (*own, read_bounds(root, refused)) if file else own
+        everything = (*own, read_bounds(root)) if file else own
 
         def sizes(name: str, whole: int = whole) -> list[int]:
             values = (getattr(bounds, name) for bounds in everything)
@@ -160,13 +158,10 @@ class ResolvedLimits:
         )
 
 
-def read_bounds(
-    root: str | os.PathLike[str], refused: Callable[[str], None] | None = None
-) -> Limits:
+def read_bounds(root: str | os.PathLike[str]) -> Limits:
     """Return the limits in ``bounds.json``; empty without one.
 
-    Raises ConfigError for an unusable file, and for an unusable value. With ``refused``, an
-    unusable value is reported to it instead, and left out.
+    Raises ConfigError for an unusable file or value.
     """
     path = Path(root) / LIMITS_FILE
     try:
@@ -180,13 +175,13 @@ def read_bounds(
             f"{path} cannot be read ({problem.strerror}), so its limits are not known; "
             f"let user {os.geteuid()} read it"
         ) from problem
-    return parse_bounds(data, path, refused)
+    return parse_bounds(data, path)
 
 
-def parse_bounds(data: bytes, path: object, refused: Callable[[str], None] | None = None) -> Limits:
-    """Parse the bytes of a ``bounds.json``; otherwise as :func:`read_bounds`.
+def parse_bounds(data: bytes, path: object) -> Limits:
+    """Parse the bytes of a ``bounds.json``; ``path`` names the file in errors.
 
-    ``path`` names the file in errors. Raises ConfigError.
+    Raises ConfigError.
     """
     try:
         bounds = json.loads(data)
@@ -195,25 +190,9 @@ def parse_bounds(data: bytes, path: object, refused: Callable[[str], None] | Non
         known = {field.name for field in fields(Limits)}
         if unknown := bounds.keys() - known - {"format"}:
             raise ConfigError(f"unknown settings {sorted(unknown)}, known are {sorted(known)}")
+        return Limits(**{name: bounds[name] for name in bounds.keys() & known})
     except (ValueError, TypeError, RecursionError) as problem:
-        raise _unusable(path, problem) from problem
-    sound: dict[str, Any] = {}
-    for name, value in bounds.items():
-        if name == "format":
-            continue
-        try:
-            Limits(**{name: value})
-        except ConfigError as problem:
-            if refused is None:
-                raise _unusable(path, problem) from problem
-            refused(f"{path}: {problem}; this setting is ignored")
-        else:
-            sound[name] = value
-    return Limits(**sound)
-
-
-def _unusable(path: object, problem: Exception) -> ConfigError:
-    return ConfigError(f"{path} is unusable: {problem}; mend or delete it")
+        raise ConfigError(f"{path} is unusable: {problem}; mend or delete it") from problem
 
 
 def bounds_text(bounds: Limits) -> bytes:

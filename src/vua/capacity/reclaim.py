@@ -1,9 +1,8 @@
 """Evicts from one cache directory, in time for the writers of one process.
 
 A writer asks :meth:`Reclaimer.reserve` before it writes. While there is space it gets the answer at
-once. Near the limit a thread looks for victims, and evicts, before a writer has to do that. Only if
-it is too slow a writer evicts itself, for some seconds at most, and is refused then: nothing is
-written beyond the limit. An idle cache has no thread.
+once; else it evicts, for some seconds at most, or is refused: nothing is written beyond the limit.
+Near the limit a thread looks for victims before a writer needs them. An idle cache has no thread.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ from vua.capacity.limits import Limits
 from vua.capacity.lru import next_tick_ns
 from vua.capacity.policy import LRU
 from vua.capacity.removal import NOTHING, DeletionTotals, drop_empty_fans
-from vua.capacity.scan import HIGHEST, Candidate
+from vua.capacity.scan import Candidate
 from vua.capacity.spaces import spaces
 from vua.capacity.usage import UsageEstimate
 from vua.errors import ConfigError
@@ -53,10 +52,6 @@ _SEARCH_SHARE: Final = 0.95
 """From this share of the limit on victims are looked for, so that they are known when needed."""
 _FEW_VICTIMS: Final = 4096
 """With fewer victims known than these the search for more begins."""
-_AHEAD_AGE_NS: Final = 10**9
-"""Eviction ahead of need takes only chunks at least 1 s older than those being written. So a prompt
-never evicts its own prefix."""
-_NO_PARENT_NS: Final = HIGHEST
 _TTL_INTERVAL_S: Final = 60.0
 """How often chunks are looked for whose own time to live (:mod:`vua.capacity.marks`) is over."""
 _EXPIRY_CHUNK_S: Final = 40e-6
@@ -69,8 +64,6 @@ vLLM's connector gives a write up after `timeouts.io_s`, 10 s."""
 _CLOSE_WAIT_S: Final = 5.0
 _PAUSES_S: Final = (1.0, 300.0)
 """How long nothing is written after the disk stayed full: first, doubled each time, at most."""
-_MEASUREMENTS: Final = 3
-"""Times that a directory is measured if it is replaced meanwhile."""
 _AGAIN_S: Final = 3600.0
 _REASONS: Final = {"behind", "evict", "full", "mark", "size", "thread"}
 """Warnings that say why a chunk is not stored."""
@@ -111,30 +104,25 @@ class Reclaimer:
         """
         self._root, self._bounds, self._counts = Path(root), bounds, counts
         self._held, self._moves = held, 0 if held is None else held.moves
-        self._policy = policy or LRU()
+        self._evictor = Evictor(self._root, policy=policy)
+        self._evictor.shares = True
         self._warned: dict[str, float] = {}
-        self._on_evicted: Callable[[Candidate], None] | None = None
-        self._spares_unsent = False
         self._reset()
         watch(self)
 
     def after_fork(self) -> None:
-        """Know nothing, with free locks and no thread; see :mod:`vua.io.forks`."""
+        """Measure anew, with free locks and no thread; see :mod:`vua.io.forks`."""
         atexit.unregister(self.close)  # of the thread, which only the parent has
         self._reset()
 
     def _reset(self) -> None:
         self._changed = threading.Condition(threading.RLock())
         self._estimate = UsageEstimate(self._root, self._bounds, self._changed)
-        self._evictor = Evictor(self._root, policy=self._policy)
-        self._evictor.shares, self._evictor.evicted = True, self._on_evicted
-        self._evictor.spares_unsent, self._evictor.counts = self._spares_unsent, self._counts
+        self._evictor.lock = threading.RLock()
         self._paused_until_s = 0.0  # nothing is to be written before this, by the monotonic clock
         self._pause_s = _PAUSES_S[0]
         self._largest_bytes = 0  # of the files asked for
-        # mtime of the oldest parent of what was written since the last eviction; of the latest
-        self._writing_ns = self._latest_ns = _NO_PARENT_NS
-        self._ahead_from_s = self._search_from_s = self._expire_from_s = 0.0
+        self._search_from_s = self._expire_from_s = 0.0
         self._thread_running = False
         self._too_slow = False  # a writer waited in vain: until another one need not none waits
         self._closed = False  # also ends an eviction or a search that is under way
@@ -148,11 +136,11 @@ class Reclaimer:
 
     def on_evicted(self, tell: Callable[[Candidate], None]) -> None:
         """Call ``tell`` with each chunk that is evicted here, on the thread that evicts."""
-        self._on_evicted = self._evictor.evicted = tell
+        self._evictor.evicted = tell
 
     def spare_unsent(self) -> None:
         """Evict chunks that are not uploaded to slower tiers only if nothing else is left."""
-        self._spares_unsent = self._evictor.spares_unsent = True
+        self._evictor.spares_unsent = True
 
     def warn_once(self, cause: str, text: str, *, again_s: float = math.inf) -> None:
         """Log a warning, the first time for each ``cause``, and again after ``again_s``."""
@@ -193,11 +181,11 @@ class Reclaimer:
         Returns at once if there is space, after twice ``_WAIT_S`` at the latest if not.
         """
         with self._changed:
-            if self._has_moved():
-                self._pause_s = _PAUSES_S[0]
+            self._note_move()
             if time.monotonic() < self._paused_until_s:
                 return False
-            self.note_request(nbytes, before_ns, files)
+            self._estimate.count_request(nbytes, files)
+            self._largest_bytes = max(self._largest_bytes, nbytes // files)
             has_space = not self._estimate.is_stale and self._estimate.missing(nbytes) <= 0
             if has_space:
                 self._estimate.reserve(nbytes, files)
@@ -277,38 +265,20 @@ class Reclaimer:
 
     # -- arithmetic, for who holds the lock ---------------------------------------------------
 
-    def _has_moved(self) -> bool:
-        """Whether the target of writes became another directory: then its size is unknown.
+    def _note_move(self) -> None:
+        """Forget all if the target of writes became another directory, which may have space."""
+        if self._held is not None and self._held.moves != self._moves:
+            self._moves = self._held.moves
+            self._estimate.forget()
+            self._pause_s = _PAUSES_S[0]
+            self._paused_until_s = self._search_from_s = self._expire_from_s = 0.0
 
-        Writing continues at once, even if the previous directory was full.
-        """
-        if self._held is None or self._held.moves == self._moves:
-            return False
-        self._moves = self._held.moves
-        self._estimate.forget()
-        self._paused_until_s = self._ahead_from_s = self._search_from_s = self._expire_from_s = 0.0
-        return True
-
-    def note_request(self, nbytes: int, before_ns: int | None, files: int) -> None:
-        """Note what is to be written: ``files`` of ``nbytes`` in all, parent's mtime if any."""
-        self._estimate.count_request(nbytes, files)
-        self._largest_bytes = max(self._largest_bytes, nbytes // files)
-        self._latest_ns = _NO_PARENT_NS if before_ns is None else before_ns
-        self._writing_ns = min(self._writing_ns, self._latest_ns)
-
-    @property
-    def _is_due(self) -> bool:
-        now_s = time.monotonic()
-        if now_s >= self._expire_from_s or self._estimate.is_ageing:
-            return True
-        is_low = self._estimate.missing(self._burst_bytes() // 2) > 0
-        return (is_low and now_s >= self._ahead_from_s) or self._is_search_due(now_s)
-
-    def _is_search_due(self, now_s: float) -> bool:
+    def _is_search_due(self) -> bool:
         limits = self._estimate.limits
-        if limits is None or now_s < self._search_from_s or self._evictor.left >= _FEW_VICTIMS:
+        if limits is None or self._evictor.left >= _FEW_VICTIMS:
             return False
-        return self._estimate.missing(int(limits.max_bytes * (1 - _SEARCH_SHARE))) > 0
+        is_near = self._estimate.missing(int(limits.max_bytes * (1 - _SEARCH_SHARE))) > 0
+        return is_near and time.monotonic() >= self._search_from_s
 
     def _burst_bytes(self) -> int:
         limits, (few, most) = self._estimate.limits, _BURST_FILES
@@ -332,7 +302,7 @@ class Reclaimer:
         Raises StoppedError.
         """
         began_s, estimate = time.monotonic(), self._estimate
-        if estimate.is_stale or estimate.missing(nbytes) > 0:
+        if estimate.missing(nbytes) > 0:
             self._follow()
         if estimate.is_stale:
             self.measure()
@@ -364,7 +334,7 @@ class Reclaimer:
         """Evict for a writer of ``nbytes`` that waits, and a burst more; whether it may write.
 
         Where much must go, as after the limit was lowered, it is enough that more goes than is
-        added: other writers evict, too, and the rest goes ahead of need.
+        added: other writers evict, too.
         """
         estimate, burst_bytes = self._estimate, self._burst_bytes()
         if (need := estimate.missing(nbytes)) <= 0:
@@ -375,25 +345,13 @@ class Reclaimer:
         freed = self._evict(min(need + more_bytes, part), before_ns)
         return freed.nbytes >= min(need, 2 * nbytes)
 
-    def work_ahead(self) -> bool:
-        """Measure, search victims and evict before a writer has to; whether there is more to do."""
+    def work_ahead(self) -> None:
+        """Measure and look for victims before a writer has to."""
         if self._estimate.is_ageing:
             self.measure()
         self._expire()
-        if self._is_search_due(time.monotonic()):
+        if self._is_search_due():
             self._search()
-        began_s, need = time.monotonic(), self._estimate.missing(self._burst_bytes() // 2)
-        if need <= 0 or began_s < self._ahead_from_s:
-            return False
-        # Writers that wait come in between.
-        need = min(need, max(self._burst_bytes(), self.max_bytes // _PARTS, self._largest_bytes))
-        freed = self._evict(need + self._burst_bytes() // 2, ahead=True)
-        if freed.nbytes < need:  # do not try all the time
-            self._ahead_from_s = began_s + max(0.1, 11 * (time.monotonic() - began_s))
-        elif self._estimate.missing(0) > 0:  # more is to go, by others, too
-            self.measure()
-            return True
-        return False
 
     def _search(self) -> None:
         """Look for victims, unless another process does so: then take what it has found."""
@@ -408,21 +366,19 @@ class Reclaimer:
         self._delete(search)
         self._search_from_s = began_s + max(1.0, 21 * (time.monotonic() - began_s))
 
-    def _follow(self) -> bool:
+    def _follow(self) -> None:
         if self._held is not None:
             with contextlib.suppress(OSError):
                 self._held.follow(doubt=True)
         with self._changed:
-            return self._has_moved()
+            self._note_move()
 
     def measure(self) -> None:
-        """Measure the target of writes: again if it became another directory meanwhile."""
+        """Measure the target of writes; all is unknown if it became another directory meanwhile."""
         with self._evictor.lock:
-            for _ in range(_MEASUREMENTS):
-                self._follow()
-                self._estimate.measure(self.warn_once)
-                if not self._follow():
-                    break
+            self._follow()
+            self._estimate.measure(self.warn_once)
+            self._follow()
 
     def _expire(self) -> None:
         """Delete what was not used for its time to live: every eighth of that, or each minute.
@@ -467,18 +423,15 @@ class Reclaimer:
             self.warn_once("mark", f"{self._root}: nothing is deleted there: {problem}")
         return False
 
-    def _evict(
-        self, nbytes: int, before_ns: int | None = None, *, ahead: bool = False
-    ) -> DeletionTotals:
+    def _evict(self, nbytes: int, before_ns: int | None) -> DeletionTotals:
         limits = self._estimate.limits
-        pins_nbytes = None if limits is None else int(limits.max_bytes * PINNED_SHARE)
 
         def evict(_: int, now_ns: int) -> DeletionTotals:
             return self._evictor.evict(
                 nbytes,
                 now_ns,
-                before_ns=self._ahead_before_ns(now_ns) if ahead else before_ns,
-                pins_nbytes=pins_nbytes,
+                before_ns=before_ns,
+                pins_nbytes=None if limits is None else int(limits.max_bytes * PINNED_SHARE),
                 pulse=lambda _: self._pulse(),
             )
 
@@ -508,13 +461,6 @@ class Reclaimer:
             self._estimate.ask_disk()
         return freed
 
-    def _ahead_before_ns(self, now_ns: int) -> int:
-        """Return the mtime below which to evict ahead: nothing of a prompt being written."""
-        with self._changed:
-            before_ns = min(self._writing_ns, now_ns) - _AHEAD_AGE_NS
-            self._writing_ns = self._latest_ns
-        return before_ns
-
     def _pulse(self, held: Lease | None = None) -> None:
         if held is not None:
             held.renew()
@@ -526,7 +472,8 @@ class Reclaimer:
     def _wake(self) -> None:
         """Start the thread if something is due and none runs."""
         with self._changed:
-            if self._thread_running or self._closed or not self._is_due:
+            is_due = time.monotonic() >= self._expire_from_s or self._estimate.is_ageing
+            if self._thread_running or self._closed or not (is_due or self._is_search_due()):
                 return
             self._thread_running = True
         try:
@@ -539,8 +486,7 @@ class Reclaimer:
         atexit.register(self.close)  # a burst under way comes to its end
         try:
             with contextlib.suppress(StoppedError), self._telling():
-                while not self._closed and self.work_ahead():
-                    pass
+                self.work_ahead()
         finally:
             atexit.unregister(self.close)
             with self._changed:

@@ -265,10 +265,6 @@ class Capacity:
         """Raise the times to live of a chunk and its prefix; never raises for the storage."""
         marks.raise_ttls(self.space, chunk, ttl_s)
 
-    def spare_unsent(self) -> None:
-        """Evict chunks that are not yet copied to slower tiers only if nothing else can go."""
-        self.reclaimer.spare_unsent()
-
     def share_reads(self) -> None:
         """Expect other processes of this host to read the same entries at the same time."""
         self.storage.shares_reads = True
@@ -368,13 +364,13 @@ class Reservation:
 
         A crash, or another process's look, before this finds new chunks newer than their parents.
         """
-        capacity = self._capacity
-        self._settle(self._nbytes * list(statuses).count(WRITTEN))
-        self._set_mtimes(statuses)
-        if self._ttl_s is not None or marks.has_ttls(capacity.space):
-            for key, status in zip(self._keys, statuses, strict=False):
-                if status == WRITTEN:
-                    marks.settle_ttl(capacity.space, key.name, key.before.hex(), self._ttl_s)
+        found, space = zip(self._keys, statuses, strict=False), self._capacity.space
+        written = [key for key, status in found if status == WRITTEN]
+        self._settle(self._nbytes * len(written))
+        self._set_mtimes(written)
+        if self._ttl_s is not None or marks.has_ttls(space):
+            for key in written:
+                marks.settle_ttl(space, key.name, key.before.hex(), self._ttl_s)
 
     def _settle(self, written_bytes: int) -> None:
         reserved, self._reserved_bytes = self._reserved_bytes, 0
@@ -393,22 +389,20 @@ class Reservation:
         mtime_ns = self._capacity.pending.mtime_ns_of(parent)
         return mtime_ns_of(self._fd, parent) or 0 if mtime_ns is None else mtime_ns
 
-    def _set_mtimes(self, statuses: Sequence[int]) -> None:
+    def _set_mtimes(self, written: Sequence[ChunkKey]) -> None:
         """Give new chunks their parents' mtimes less a microsecond, front to back."""
-        mtime_ns: int | None = None  # of the chunk before, where it was written here
-        last = len(self._keys) - 1
-        for at, (key, status) in enumerate(zip(self._keys, statuses, strict=False)):
-            if status == WRITTEN:
-                if key.previous:
-                    mark(self._fd, key.name, AFTER + key.before.hex())
-                if mtime_ns is not None and mtime_ns > ORPHAN_MTIME_NS and not key.previous:
-                    with contextlib.suppress(OSError):
-                        mtime_ns -= MTIME_STEP_NS
-                        set_mtime(self._fd, key.name, mtime_ns)
-                        continue
+        before, mtime_ns = b"", 0
+        for key in written:
+            if key.previous:
+                mark(self._fd, key.name, AFTER + key.before.hex())
+            if key.before != before or not mtime_ns:
                 self._inherit(key)
-            known = status == WRITTEN and at < last
-            mtime_ns = mtime_ns_of(self._fd, key.name) if known else None
+                mtime_ns = (len(written) > 1 and mtime_ns_of(self._fd, key.name)) or 0
+            else:
+                mtime_ns -= MTIME_STEP_NS
+                with contextlib.suppress(OSError):
+                    set_mtime(self._fd, key.name, mtime_ns)
+            before = key.prefix_hash
 
     def _inherit(self, key: ChunkKey) -> None:
         parent = key.before.hex()

@@ -16,7 +16,7 @@ import os
 import re
 import signal
 import stat
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Final, Protocol, TypeAlias, TypeVar
 
 from vua.io.posix import close_quietly
@@ -175,23 +175,19 @@ def opened(
     ``refused`` gets the reason if an existing one is unreadable. Raises OSError if this process
     has no more descriptors or memory: then the state is unknown.
     """
-    fd = _open(parent, path, refused)
     try:
-        yield fd
-    finally:
-        if fd is not None:
-            close_quietly(fd)
-
-
-def _open(parent: int, path: str, refused: Callable[[OSError], None] | None) -> int | None:
-    try:
-        return os.open(path, _DIRECTORY, dir_fd=parent)
+        fd = os.open(path, _DIRECTORY, dir_fd=parent)
     except OSError as problem:
         if problem.errno in EXHAUSTED:
             raise
         if refused is not None and problem.errno not in GONE:
             refused(problem)
-        return None
+        yield None
+        return
+    try:
+        yield fd
+    finally:
+        close_quietly(fd)
 
 
 @contextlib.contextmanager
@@ -199,15 +195,12 @@ def listed(
     parent: int, path: str, refused: Callable[[OSError], None] | None = None
 ) -> Iterator[Iterator[os.DirEntry[str]]]:
     """List a directory below ``parent``; empty if :func:`opened` returns None."""
-    fd = _open(parent, path, refused)
-    if fd is None:
-        yield iter(())
-        return
-    try:
-        with os.scandir(fd) as entries:
-            yield entries
-    finally:
-        close_quietly(fd)
+    with opened(parent, path, refused) as fd:
+        if fd is None:
+            yield iter(())
+        else:
+            with os.scandir(fd) as entries:
+                yield entries
 
 
 def is_fan(name: str) -> bool:
@@ -253,17 +246,12 @@ def chunks_of(space: Space, fan: str) -> Iterator[tuple[str, int]]:
 
 def chunk_nbytes(space: Space, path: str) -> int:
     """Return the bytes of the files in a chunk's directory (or any other, not recursively)."""
-    with listed(space.fd, path) as entries:
-        return files_nbytes(entries)
-
-
-def files_nbytes(entries: Iterable[os.DirEntry[str]]) -> int:
-    """Return the bytes of the regular files among ``entries``; what vanishes has none."""
     total = 0
-    for entry in entries:
-        with contextlib.suppress(OSError):
-            status = entry.stat(follow_symlinks=False)
-            total += status.st_size if stat.S_ISREG(status.st_mode) else 0
+    with listed(space.fd, path) as entries:
+        for entry in entries:
+            with contextlib.suppress(OSError):  # what vanishes has none
+                status = entry.stat(follow_symlinks=False)
+                total += status.st_size if stat.S_ISREG(status.st_mode) else 0
     return total
 
 

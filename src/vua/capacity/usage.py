@@ -295,9 +295,7 @@ class UsageEstimate:
 
     def _read_limits(self, warn: Callable[[str, str], None]) -> ResolvedLimits:
         try:
-            return ResolvedLimits.of(
-                self._root, self._bounds, refused=lambda text: warn(f"bounds.json: {text}", text)
-            )
+            return ResolvedLimits.of(self._root, self._bounds)
         except ConfigError as problem:
             warn("bounds.json", str(problem))
             return self.limits or ResolvedLimits.of(self._root, self._bounds, file=False)

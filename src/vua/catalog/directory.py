@@ -212,7 +212,7 @@ class DirectoryCatalog(DirectoryContents, Catalog):
 
     def keep(self, news: Mapping[str, object]) -> None:
         with explaining(self.where):
-            known = read_bounds(self.root, lambda _: None)
+            known = read_bounds(self.root)
             write_bounds(self.root, replace(known, **news))  # type: ignore[arg-type]
 
     def own_ttls(self) -> int:
@@ -226,7 +226,7 @@ class DirectoryCatalog(DirectoryContents, Catalog):
     ) -> Collection:  # fmt: skip
         with explaining(self.where):
             lasting = {name: one for name, one in asdict(given).items() if one is not None}
-            own = replace(read_bounds(self.root, lambda _: None), **lasting) if keep else given
+            own = replace(read_bounds(self.root), **lasting) if keep else given
             limits = ResolvedLimits.of(self.root, own, file=not keep)
             if given.max_bytes is not None and not dry_run:
                 usage = measure(self.where)
@@ -256,7 +256,7 @@ class DirectoryCatalog(DirectoryContents, Catalog):
         done.left = remover.left
 
     def pins_may_hold(self) -> int | None:
-        limits = ResolvedLimits.of(self.root, Limits(), refused=lambda _: None)
+        limits = ResolvedLimits.of(self.root, Limits())
         return int(limits.max_bytes * PINNED_SHARE)
 
     # -- whether it is sound ----------------------------------------------------------------------

@@ -81,7 +81,9 @@ def atomic_write(
             os.replace(temporary, path, src_dir_fd=dir_fd, dst_dir_fd=dir_fd)
         if durable:
             with contextlib.suppress(OSError):  # it may be searchable and not readable
-                _sync_directory(folder or ".", dir_fd=dir_fd)
+                flags = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
+                with posix.closing_fd(os.open(folder or ".", flags, dir_fd=dir_fd)) as above:
+                    _sync(above)
     finally:
         with contextlib.suppress(FileNotFoundError):
             os.unlink(temporary, dir_fd=dir_fd)
@@ -110,14 +112,6 @@ def _sync(fd: int) -> None:
     except OSError as problem:
         if problem.errno not in (errno.EINVAL, errno.ENOSYS, errno.ENOTSUP):
             raise
-
-
-def _sync_directory(path: str, *, dir_fd: int | None = None) -> None:
-    """Sync the entries of a directory. Raises OSError."""
-    with posix.closing_fd(
-        os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC, dir_fd=dir_fd)
-    ) as fd:
-        _sync(fd)
 
 
 def see_to_mode(

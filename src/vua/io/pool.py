@@ -251,6 +251,7 @@ class Pool(Generic[W]):
             if job._taken.acquire(blocking=False):
                 self._do(job, own)
             self._forget(job)
+        del job  # an error keeps this frame, too
         with self._lock:
             leaves = (self._closed and last) or len(self._threads) > self._most
             if leaves:

@@ -57,7 +57,7 @@ class TieredCapacity(Capacity):
     def __init__(self, storage: TieredStorage, name: str, bounds: Limits | None) -> None:
         near = storage.near
         super().__init__(near.directory.parent, near, bounds)
-        self.spare_unsent()
+        self.reclaimer.spare_unsent()
         self.travel = Travel(near, storage.far, name, self, where=storage.where)
         storage.travels, seen = self.travel, self.travel.resend_missing
         self._buckets = [one for one in storage.far if isinstance(one, ObjectStorage)]

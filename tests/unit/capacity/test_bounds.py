@@ -82,7 +82,14 @@ class TestBounds(DirectoryTest):
         said = Limits(max_bytes="1G", ttl_s=1.5)
         write_bounds(self.root, said)
         self.assertEqual(said, read_bounds(self.root))
-        for text in ("{", "[]", '{"format": "x"}', '{"format": "vua.bounds.v1", "most": 1}'):
+        known = '{"format": "vua.bounds.v1", %s}'
+        for text in (
+            "{",
+            "[]",
+            '{"format": "x"}',
+            known % '"most": 1',
+            known % '"ttl_s": 0',
+        ):
             (self.root / "bounds.json").write_text(text)
             with self.subTest(text=text), self.assertRaisesRegex(ConfigError, r"bounds\.json"):
                 read_bounds(self.root)
@@ -295,7 +302,7 @@ class TestCapacity(DirectoryTest):
             self.assertEqual(2, cache.store.lookup(KeyChain(token_ids([199, 199]), 1)))
             self.assertEqual([], list(disk.rglob(".tmp-*")))
         finally:
-            cache.capacity.close()  # its thread may be evicting ahead
+            cache.capacity.close()  # its thread may look for victims
             cache.store.storage.close()  # type: ignore[attr-defined]
             subprocess.run(["umount", str(disk)], check=True)
 

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import threading
-import time
 from types import SimpleNamespace
 from unittest import mock
 
@@ -14,7 +12,7 @@ from helpers import DirectoryTest
 from vua.capacity.hit_density import UseLog
 from vua.capacity.limits import Limits, ResolvedLimits
 from vua.capacity.usage import Usage, UsageEstimate
-from vua.storage.mark import UPKEEP, USES, make_mark
+from vua.storage.mark import make_mark
 
 CHUNKS = 2048
 """Of a prompt that each process is asked for each second."""
@@ -48,21 +46,6 @@ class TestLog(DirectoryTest):
         """All that each of 64 processes asks for is known; control: not after a longer time."""
         self.assertEqual(0, self.lost(64, 12, every=4))
         self.assertLess(0, self.lost(64, 24, every=24))
-
-    def test_what_the_dead_leave(self) -> None:
-        """Files that nobody has written to for ten minutes make room, and no others do."""
-        for number in range(100):
-            UseLog(self.root).append(names(number))
-        files = sorted((self.root / UPKEEP / USES).iterdir())
-        for path in files[:60]:
-            path.write_bytes(path.read_bytes() * 16)
-            ago_s = time.time() - (900 if path == files[0] else 700)
-            os.utime(path, (ago_s, ago_s))
-        UseLog(self.root).append(names(0))
-        left = {*(self.root / UPKEEP / USES).iterdir()}
-        self.assertNotIn(files[0], left)
-        self.assertEqual(40, len(left & {*files[60:]}))
-        self.assertLess(sum(path.stat().st_size for path in left), 9 << 20)
 
 
 class TestLimit(DirectoryTest):

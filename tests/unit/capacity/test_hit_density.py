@@ -36,20 +36,6 @@ def rows_of(density: HitDensity) -> dict[int, int]:
 class TestHitDensity(unittest.TestCase):
     """What is learned from requests."""
 
-    def test_prefix(self) -> None:
-        """A chunk is worth as much as the best of those that follow it."""
-        density = taught()
-        density.note([Record(1200.0, [NEW, NEW + 1, NEW + 2])])
-        for at_s in (1210.0, 1220.0):
-            density.note([Record(at_s, [NEW, NEW + 1, NEW + 2, NEW + 3])])
-        density.note([Record(1290.0, [NEW, NEW + 9])])
-        worths, rows = density.worths(1300.0), rows_of(density)
-        row = [worths[rows[chunk]] for chunk in range(NEW, NEW + 4)]
-
-        self.assertEqual(sorted(row, reverse=True), row)
-        alone = density.worths(1300.0, np.array([rows[NEW]]))[rows[NEW]]
-        self.assertGreaterEqual(row[0], max(alone, row[1], worths[rows[NEW + 9]]))
-
     def test_forgets(self) -> None:
         """So many chunks are remembered, those used last, and a chunk before those behind it."""
         density = HitDensity(remembered=4)
@@ -94,12 +80,6 @@ class TestHitDensity(unittest.TestCase):
             tracemalloc.stop()
         self.assertEqual(many, len(density.in_order()[0]))
         self.assertLess(held_nbytes / many, 64)
-
-    def test_clock_goes_back(self) -> None:
-        """A request from before counts as of now."""
-        density = taught()
-        density.note([Record(-10.0, [0, 1, 2])])
-        self.assertGreater(density.worths(1200.0)[rows_of(density)[0]], 0.0)
 
 
 class TestHints(unittest.TestCase):
@@ -158,11 +138,6 @@ class TestHints(unittest.TestCase):
         after = self.worths(1237.0)
         self.assertGreater(after[1], after[0])
 
-    def test_prefix_of_what_is_retained(self) -> None:
-        """What comes before a retained chunk is worth as much."""
-        self.density.note([Record(1200.0, self.one[-1:], 20.0)])
-        self.assertEqual(1, len({*self.of(self.one, 1201.0)}))
-
     def test_dropped(self) -> None:
         """What is dropped goes first; where prompts part, that stays as it was."""
         self.density.note([Record(1200.5, [*self.one[:2], NEW + 50])])
@@ -184,14 +159,3 @@ class TestHints(unittest.TestCase):
         self.assertEqual(1, len({*self.worths(1211.0)}))
         self.density.note([Record(1212.0, self.one, 0.0)])
         self.assertEqual(0.0, self.worths(1213.0)[0])
-
-    def test_unknown_chunks(self) -> None:
-        """A hint about chunks that were not asked for changes nothing, nor one about forgotten."""
-        self.density.note([Record(1201.0, [1 << 60, (1 << 60) + 1], 5.0)])
-        self.assertFalse(self.density.is_told)
-        self.assertEqual(0, self.retained(1202.0))
-        small = HitDensity(remembered=4)
-        small.note([Record(0.0, [1, 2, 3, 4])])
-        small.note([Record(0.0, [1, 2, 3, 4], 60.0)])
-        small.note([Record(1.0, [5, 6, 7, 8])])
-        self.assertEqual(0, small.retained(2.0, np.zeros(0, dtype=np.uint64)))

@@ -66,19 +66,6 @@ class TestUseLog(DirectoryTest):
         hints = [([two], retain_s) for retain_s in (2.5, 0.0, 3600.0)]
         self.assertEqual([([one, two], None), *hints, ([three], None)], found)
 
-    def test_nothing_is_kept_in_memory(self) -> None:
-        """Who only writes, as an engine's scheduler does, holds nothing of what was written."""
-        names = [chunk(number) for number in range(200)]
-        self.one.append(names)
-        tracemalloc.start()
-        try:
-            for _ in range(500):
-                self.one.append(names)
-            held_nbytes, _ = tracemalloc.get_traced_memory()
-        finally:
-            tracemalloc.stop()
-        self.assertLess(held_nbytes, 300_000)  # of 800,000 that were written
-
     def test_bounded(self) -> None:
         """All files together keep so many bytes; the oldest requests are forgotten."""
         names = [chunk(number) for number in range(10_000)]

@@ -140,15 +140,6 @@ class TestForeign(DirectoryTest):
                 self.assertEqual([], self.files())
                 self.assertEqual("mine", (place / "notes.txt").read_text())
 
-    def test_mark_lost(self) -> None:
-        """Namespaces without the cache's mark around them stay: they may be a backup."""
-        fill(self.root)
-        (self.root / MARK).unlink()
-        before = foreign.digest(self.root)
-        with self.assertRaisesRegex(ConfigError, "vua.json"):
-            collect(self.root, ResolvedLimits(0, 0, 1e-6, 0))
-        self.assertEqual(before, foreign.digest(self.root))
-
     @pytest.mark.thorough
     def test_deep(self) -> None:
         """Thousands of nested directories are no trouble: nothing is followed down there."""

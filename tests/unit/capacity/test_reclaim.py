@@ -1,4 +1,4 @@
-"""Mirrors `vua.capacity.reclaim`: eviction ahead of need, and who waits for it."""
+"""Mirrors `vua.capacity.reclaim`: who evicts, and who waits for it."""
 
 from __future__ import annotations
 
@@ -151,7 +151,7 @@ class TestReclaim(DirectoryTest):
                 answer.wait(2 * SOON_S)
             return real(*args, **options)
 
-        def save_until_hung() -> None:  # a slow machine has evicted ahead: there is room for some
+        def save_until_hung() -> None:
             for number in range(100, 150):
                 if not hung.is_set():
                     self.save(caches[0], number)
@@ -208,17 +208,6 @@ class TestReclaim(DirectoryTest):
         with mock.patch.object(Evictor, "evict", evict), ThreadPoolExecutor(4) as pool:
             list(pool.map(lambda at: self.save(caches[at], 1000 + at), range(4)))
         self.assertGreater(self.occupied(), 85 * NBYTES)
-
-    def test_ahead(self) -> None:
-        """What is old goes before the limit is reached."""
-        cache = self.fill(100, 100)
-        os.truncate(self.path(cache, 50), LARGE - 40 * NBYTES)
-        for number in range(20):
-            self.assertTrue(self.save(cache, 1000 + number))
-        until(lambda: cache.capacity.counts["chunks_evicted"])  # closing would end the thread
-        cache.capacity.close()
-        self.assertEqual(1, cache.capacity.counts["chunks_evicted"])
-        self.assertEqual((99 * LARGE - 20 * NBYTES), self.occupied())
 
     def test_without_its_prefix(self) -> None:
         """A chunk that was stored without its parent, and what follows it, displace nothing."""

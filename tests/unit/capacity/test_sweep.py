@@ -105,19 +105,6 @@ class TestParts(SweepTest):
             victims.evict(9 * NBYTES, self.tick())
         self.assertEqual(left[:-9], self.stored())
 
-    def test_very_many(self) -> None:
-        """Of very many chunks one sweep finds a hundredth, however few are asked for."""
-        victims = Evictor(self.root)
-        with (
-            mock.patch.object(evictor, "_VICTIMS", 8),
-            mock.patch.object(scan, "_BAND", 0.1),
-            self.counted() as looks,
-        ):
-            freed = victims.evict(150 * NBYTES, self.tick())
-        self.assertEqual(150, freed.chunks)
-        self.assertEqual([*range(self.many - 150)], self.stored())
-        self.assertLessEqual(max(looks.values()), 3)  # sweeps
-
     @pytest.mark.thorough
     def test_writers_wait_for_a_part(self) -> None:
         """A process that starts on a full store writes before it has looked at all chunks."""

@@ -25,7 +25,7 @@ from vua.capacity import marks
 from vua.capacity.evictor import PINNED_SHARE, Evictor
 from vua.capacity.gc import collect
 from vua.capacity.lease import upkeep_directory
-from vua.capacity.limits import Limits, ResolvedLimits, read_bounds
+from vua.capacity.limits import Limits, ResolvedLimits
 from vua.capacity.listing import read_listing
 from vua.capacity.lru import server_now_ns
 from vua.capacity.scan import Candidate, Sweep, by_mtime
@@ -288,42 +288,11 @@ class TestPins(UpkeepTest):
 class TestNumbers(UpkeepTest):
     """Numbers that are none."""
 
-    @pytest.mark.thorough
-    def test_stored_ones(self) -> None:
-        """One in `bounds.json` is ignored with one line, the others there hold; a tool mends it."""
-        (self.root / "bounds.json").write_text(
-            f'{{"format": "vua.bounds.v1", "ttl_s": Infinity, "max_bytes": {2 * self.one}}}'
-        )
-        self.assertEqual(2, run("gc", self.root)[0])
-        with self.assertLogs("vua") as log, VUA(config("1G"), self.root) as vua:
-            for number in range(1, 6):
-                put(vua, number)
-        self.assertEqual(1, len(log.output), log.output)
-        self.assertIn("ttl_s", log.output[0])
-        self.assertLessEqual(measure(self.root).nbytes, 2 * self.one)
-        self.assertEqual(0, run("ttl", self.root, "--off")[0])
-        self.assertEqual(2 * self.one, read_bounds(self.root).max_bytes)
-
     def test_hints(self) -> None:
         """An infinite hint is as long as can be."""
         space = self.space()
         marks.settle_ttl(space, "a" * 64, "", float("inf"))
         self.assertEqual(9_999_999_999, marks.ttl_s_of(space, "a" * 64))
-
-    def test_batches_come_back(self) -> None:
-        """When the last hint is gone, saves go by batches again."""
-        with VUA(config("1G"), self.root) as vua:
-            space = self.space()
-            marks.settle_ttl(space, "a" * 64, "", 1.0)
-            self.assertTrue(marks.has_ttls(space))
-            collect(self.root, ResolvedLimits.of(self.root, Limits(min_free_bytes=0)))
-            self.assertFalse(marks.has_ttls(space))
-            marks.settle_ttl(space, "b" * 64, "", 1.0)
-            marks.remove_ttl(space, "b" * 64)
-        self.assertTrue(marks.has_ttls(space))
-        with VUA(config("1G"), self.root) as vua:
-            put(vua, 7)
-            self.assertFalse(marks.has_ttls(space))
 
 
 class TestCircles(UpkeepTest):

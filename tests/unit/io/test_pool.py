@@ -38,21 +38,6 @@ class TestPool(unittest.TestCase):
         if job.settle():
             self.did.append(job.what)
 
-    def test_threads_are_bounded(self) -> None:
-        """No more threads run than asked for."""
-        pool, threads, together = self.pool(threads=3), set(), threading.Barrier(3, timeout=SOON_S)
-
-        def work(_: Job[str]) -> None:
-            threads.add(threading.get_ident())
-            together.wait()  # so that all of them are needed
-
-        for _ in range(30):
-            pool.submit(work, "")
-
-        self.assertTrue(pool.close())
-        self.assertFalse(together.broken)
-        self.assertEqual(3, len(threads))
-
     def test_no_more_threads(self) -> None:
         """Where the system has none left, work runs on those there are, or is refused at once."""
         pool = self.pool(2)
@@ -98,20 +83,6 @@ class TestPool(unittest.TestCase):
         self.now += 10.1
         self.assertEqual([first, behind], pool.give_up())
         self.assertEqual([True, False], [first.started, behind.started])
-
-    def test_dropped_work_never_runs(self) -> None:
-        """What was given up in the queue is not run when the thread comes back."""
-        pool = self.pool()
-        first = pool.submit(self.hang, "first")
-        until(lambda: first.started)
-        pool.submit(self.do, "behind")
-        self.now += 10.1
-        self.assertEqual(2, len(pool.give_up()))
-        self.release.set()
-        pool.submit(self.do, "new")
-        pool.close()
-
-        self.assertEqual(["new"], self.did)
 
     def test_use_is_not_interrupted(self) -> None:
         """While results are put in place, nobody can give the work up."""
@@ -236,17 +207,6 @@ class TestPool(unittest.TestCase):
         """A job that closes its pool does not wait for itself."""
         pool = Pool[str](1, "test")
         self.assertFalse(pool.submit(lambda _: pool.close(), "").result())
-
-    def test_close_of_hanging_work(self) -> None:
-        """Closing gives up what hangs, instead of hanging with it."""
-        pool: Pool[str] = Pool(1, "test", timeout_s=0.05)
-        job = pool.submit(self.hang, "late")
-        until(lambda: job.started)
-        pool.submit(self.do, "behind")
-
-        self.assertFalse(pool.close())
-        self.assertFalse(pool.close())
-        self.assertFalse(job.wanted)
 
     def test_close_without_finishing(self) -> None:
         """Closing may also drop everything at once."""

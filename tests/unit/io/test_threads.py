@@ -19,7 +19,6 @@ import torch
 
 from helpers import SOON_S, TESTS, DirectoryTest, caches_of, in_child, kv_bits, namespace_of, until
 from vua.core import VUA, VUAConfig
-from vua.io.forks import new_lock
 from vua.io.pool import Job, Pool
 
 TOKENS = torch.arange(100, 164)
@@ -192,25 +191,6 @@ class TestForks(DirectoryTest):
             holder.join()
         self.assertEqual("well", ended)
         self.assertEqual(4, self.vua.put(TOKENS + 5000, self.cache))
-
-    def test_lock(self) -> None:
-        """A lock that another thread held at the fork is free in the child, and held here."""
-        lock, held, free = new_lock(), threading.Event(), threading.Event()
-
-        def hold() -> None:
-            with lock:
-                held.set()
-                free.wait()
-
-        holder = threading.Thread(target=hold)
-        holder.start()
-        held.wait()
-        try:
-            self.assertEqual("well", in_child(lambda: self.assertTrue(lock.acquire(timeout=1))))
-            self.assertFalse(lock.acquire(blocking=False))
-        finally:
-            free.set()
-            holder.join()
 
     def test_workers(self) -> None:
         """A pool works in a child; what was under way at the fork is overdue there, in time."""
