@@ -19,7 +19,7 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from types import FrameType
@@ -161,7 +161,9 @@ def try_form(llm: Any) -> StateForm:
     """
     kind = f"states of {Path(llm.model_path).name} cannot be stored"
     reason = refusal(llm)
-    if not reason and any(_asked(ask, llm) for ask in _STATEFUL):
+    if not reason and (
+        llama_cpp.llama_model_is_recurrent(llm.model) or llama_cpp.llama_model_is_hybrid(llm.model)
+    ):
         reason = "it is a recurrent or hybrid model, whose state is not one of single tokens"
     if reason:
         raise ConfigError(f"{kind}: {reason}")
@@ -179,15 +181,6 @@ def try_form(llm: Any) -> StateForm:
     if form.k_type != form.v_type:
         raise ConfigError(f"{kind}: K and V have different types, {form.k_type} and {form.v_type}")
     return form
-
-
-_STATEFUL: Final = ("llama_model_is_recurrent", "llama_model_is_hybrid")
-
-
-def _asked(question: str, llm: Any) -> bool:
-    """Ask llama.cpp about a model; False if it does not know the question."""
-    ask: Callable[[Any], bool] | None = getattr(llama_cpp, question, None)
-    return ask is not None and bool(ask(llm.model))
 
 
 log = logging.getLogger(__name__)

@@ -22,9 +22,6 @@ from vua.format.layout import ITEMSIZE
 GGML_DTYPES: Final = {0: "F32", 1: "F16", 30: "BF16"}
 """ggml's types whose single values can be separated, by VUA's names."""
 
-_MAX_ARCH_NBYTES: Final = 256
-_MAX_LAYERS: Final = 4096
-
 Array = npt.NDArray[Any]
 
 
@@ -59,21 +56,13 @@ class StateForm:
         """
         tokens = len(k[0])
         parts = [struct.pack("<I", len(self.arch)), self.arch, struct.pack("<II", 1, tokens)]
-        cells = np.zeros((tokens, 3), "<i4")  # position, number of sequences, sequence 0
-        cells[:, 0], cells[:, 1] = np.arange(tokens), 1
-        parts += [cells.tobytes(), struct.pack("<II", self.v_transposed, self.layers)]
+        parts += [_cells(tokens).tobytes(), struct.pack("<II", self.v_transposed, self.layers)]
+        head = _head(self.k_type, self.k_dim)
+        head_v = _head(self.v_type, self.v_dim, transposed=self.v_transposed)
         for rows in k:
-            parts += [
-                struct.pack("<iQ", self.k_type, rows.shape[1] * rows.itemsize),
-                rows.tobytes(),
-            ]
+            parts += [head, rows.tobytes()]
         for rows in v:
-            if self.v_transposed:
-                head = struct.pack("<iII", self.v_type, rows.itemsize, rows.shape[1])
-                parts += [head, rows.T.tobytes()]
-            else:
-                head = struct.pack("<iQ", self.v_type, rows.shape[1] * rows.itemsize)
-                parts += [head, rows.tobytes()]
+            parts += [head_v, (rows.T if self.v_transposed else rows).tobytes()]
         return b"".join(parts)
 
 
@@ -93,38 +82,6 @@ class State:
         return len(self.k[0])
 
 
-class _Reader:
-    """Reads numbers and arrays from the front of bytes. Raises ConfigError at their end."""
-
-    def __init__(self, data: bytes | bytearray) -> None:
-        self._data, self._at = data, 0
-
-    def numbers(self, form: str) -> tuple[int, ...]:
-        found = struct.unpack_from(
-            f"<{form}", self._data, self._advance(struct.calcsize(f"<{form}"))
-        )
-        return tuple(int(one) for one in found)
-
-    def bytes(self, nbytes: int) -> bytes:
-        at = self._advance(nbytes)
-        return bytes(self._data[at : at + nbytes])
-
-    def array(self, shape: tuple[int, int], dtype: np.dtype[Any]) -> Array:
-        count = shape[0] * shape[1]
-        at = self._advance(count * dtype.itemsize)
-        return np.frombuffer(self._data, dtype, count, at).reshape(shape)
-
-    def _advance(self, nbytes: int) -> int:
-        at, self._at = self._at, self._at + nbytes
-        if self._at > len(self._data):
-            raise _unknown(f"it ends after {len(self._data)} bytes, {self._at} were expected")
-        return at
-
-    @property
-    def left_nbytes(self) -> int:
-        return len(self._data) - self._at
-
-
 def parse(data: bytes | bytearray) -> State:
     """Split a state.
 
@@ -135,66 +92,66 @@ def parse(data: bytes | bytearray) -> State:
         ConfigError: it holds something other than K and V of one sequence from position 0 on, or in
             a form that this module does not know. The message says what.
     """
-    reader = _Reader(data)
-    (length,) = reader.numbers("I")
-    if length > _MAX_ARCH_NBYTES:
-        raise _unknown(f"a name of {length} bytes")
-    arch = reader.bytes(length)
-    streams, cells = reader.numbers("II")
-    if streams != 1 or not cells:
-        raise _unknown(f"{streams} streams, {cells} cells")
-    order = _order(reader.array((cells, 3), np.dtype("<i4")))
-    transposed, layers = reader.numbers("II")
-    if transposed > 1 or not 0 < layers <= _MAX_LAYERS:
-        raise _unknown(f"{layers} layers")
-    k, k_types = _rows(reader, cells, layers)
-    v, v_types = (_columns if transposed else _rows)(reader, cells, layers)
-    if reader.left_nbytes:
-        raise _unknown(f"{reader.left_nbytes} bytes that are not K and V, such as sliding windows")
-    shapes = {(one, rows.shape[1]) for one, rows in zip(k_types, k, strict=True)}
-    shapes_v = {(one, rows.shape[1]) for one, rows in zip(v_types, v, strict=True)}
-    if len(shapes) != 1 or len(shapes_v) != 1:
-        raise _unknown("layers of different shapes")
-    ((k_type, k_dim),), ((v_type, v_dim),) = shapes, shapes_v
-    form = StateForm(arch, layers, k_type, v_type, k_dim, v_dim, bool(transposed))
+    try:
+        (length,) = struct.unpack_from("<I", data)
+        streams, tokens = struct.unpack_from("<II", data, 4 + length)
+        at = 4 + length + 8 + 12 * tokens
+        if streams != 1 or not tokens:
+            raise _unknown(f"{streams} streams, {tokens} cells")
+        transposed, layers, k_type, k_nbytes = struct.unpack_from("<IIiQ", data, at)
+        k_dim = k_nbytes // _word(k_type).itemsize
+        k, end = _layers(data, at + 8, _head(k_type, k_dim), layers, (tokens, k_dim))
+        v_type, *v_size = struct.unpack_from("<iII" if transposed else "<iQ", data, end)
+    except (struct.error, OverflowError) as problem:
+        raise _unknown(f"it ends after {len(data)} bytes") from problem
+    v_dim = v_size[-1] if transposed else v_size[0] // _word(v_type).itemsize
+    shape = (v_dim, tokens) if transposed else (tokens, v_dim)
+    head = _head(v_type, v_dim, transposed=transposed == 1)
+    v, end = _layers(data, end, head, layers, shape)
+    if end != len(data) or transposed > 1:
+        raise _unknown(f"{len(data) - end} bytes that are not K and V, such as sliding windows")
+    order = _order(np.frombuffer(data, "<i4", 3 * tokens, at - 12 * tokens).reshape(-1, 3))
+    arch = bytes(data[4 : 4 + length])
+    form = StateForm(arch, layers, k_type, v_type, k_dim, v_dim, v_transposed=transposed == 1)
+    v = [rows.T if transposed else rows for rows in v]
     return State(form, [rows[order] for rows in k], [rows[order] for rows in v])
 
 
+def _head(kind: int, dim: int, *, transposed: bool = False) -> bytes:
+    """Return what llama.cpp writes before each layer's K or V."""
+    itemsize = _word(kind).itemsize
+    if transposed:
+        return struct.pack("<iII", kind, itemsize, dim)
+    return struct.pack("<iQ", kind, dim * itemsize)
+
+
+def _layers(
+    data: bytes | bytearray, at: int, head: bytes, layers: int, shape: tuple[int, int]
+) -> tuple[list[Array], int]:
+    """Return K or V of all layers, and where they end."""
+    found, count = list[Array](), shape[0] * shape[1]
+    word = _word(struct.unpack_from("<i", head)[0])
+    for _ in range(layers):
+        begin, at = at + len(head), at + len(head) + count * word.itemsize
+        if data[begin - len(head) : begin] != head or at > len(data):
+            raise _unknown("layers of different shapes")
+        found.append(np.frombuffer(data, word, count, begin).reshape(shape))
+    return found, at
+
+
+def _cells(tokens: int) -> Array:
+    """Return what llama.cpp says of each token: position, number of sequences, sequence 0."""
+    cells = np.zeros((tokens, 3), "<i4")
+    cells[:, 0], cells[:, 1] = np.arange(tokens), 1
+    return cells
+
+
 def _order(cells: Array) -> slice | Array:
-    positions = cells[:, 0]
-    sorts = np.argsort(positions, kind="stable")
-    if (
-        not np.array_equal(positions[sorts], np.arange(len(cells)))
-        or (cells[:, 1:] != [1, 0]).any()
-    ):
+    """Return where tokens 0, 1, ... lie; a slice is a view of all."""
+    sorts = np.argsort(cells[:, 0], kind="stable")
+    if not np.array_equal(cells[sorts], _cells(len(cells))):
         raise _unknown("cells that are not one sequence's tokens from position 0 on")
-    in_order = np.array_equal(sorts, np.arange(len(cells)))
-    return slice(None) if in_order else sorts
-
-
-def _rows(reader: _Reader, cells: int, layers: int) -> tuple[list[Array], list[int]]:
-    arrays, types = [], []
-    for _ in range(layers):
-        (kind,) = reader.numbers("i")
-        (row_nbytes,) = reader.numbers("Q")
-        word = _word(kind)
-        if row_nbytes % word.itemsize:
-            raise _unknown(f"rows of {row_nbytes} bytes")
-        arrays.append(reader.array((cells, row_nbytes // word.itemsize), word))
-        types.append(kind)
-    return arrays, types
-
-
-def _columns(reader: _Reader, cells: int, layers: int) -> tuple[list[Array], list[int]]:
-    arrays, types = [], []
-    for _ in range(layers):
-        kind, itemsize, width = reader.numbers("iII")
-        word = _word(kind)
-        if itemsize != word.itemsize:
-            raise _unknown(f"values of {itemsize} bytes")
-        arrays.append(reader.array((width, cells), word).T)
-        types.append(kind)
-    return arrays, types
+    return slice(None) if np.array_equal(cells, cells[sorts]) else sorts
 
 
 def _word(kind: int) -> np.dtype[Any]:

@@ -82,17 +82,11 @@ class TestState(unittest.TestCase):
             "0 cells": (13, 0),
             "not one sequence's tokens": (cell, 7),
             "sequence's tokens from position 0": (cell + 4, 2),
-            "9999 layers": (rows + 4, 9999),
             "ggml's type 8": (rows + 8, 8),
-            "rows of 9 bytes": (rows + 12, 9),
+            "of different shapes": (rows + 4, 9999),  # layers
+            "layers of different": (rows + 12, 9),  # bytes of a row
+            "layers of different shapes": (rows + 8 + 12 + 8 * TOKENS + 4, 4),  # of the next layer
         }
         for expected, (at, number) in broken.items():
             with self.subTest(expected), self.assertRaisesRegex(ConfigError, expected):
                 parse(data[:at] + struct.pack("<I", number) + data[at + 4 :])
-
-    def test_layers_differ(self) -> None:
-        """Layers of two widths are refused, by their shapes."""
-        data = FORM.build([K[0], K[1][:, :2]], V)
-
-        with self.assertRaisesRegex(ConfigError, "layers of different shapes"):
-            parse(data)
