@@ -7,20 +7,18 @@ docs/llama-cpp.md.
 """
 
 from importlib import import_module
-from typing import Any, Final
+from typing import Any
 
 from vua.errors import how_to_get
 
-__all__ = ["VUALlamaCache", "identity_of"]
-
-_PLACES: Final = {"VUALlamaCache": "vua.llama_cpp.cache", "identity_of": "vua.llama_cpp.cache"}
+__all__ = ["VUALlamaCache"]
 
 
 def __getattr__(name: str) -> Any:
-    """Import names that need the engine at first use: `state` needs none."""
-    if name not in _PLACES:
+    """Import the engine at first use: `state` needs none."""
+    if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     try:
-        return getattr(import_module(_PLACES[name]), name)
+        return getattr(import_module("vua.llama_cpp.cache"), name)
     except ModuleNotFoundError as problem:
         raise how_to_get(problem) from None

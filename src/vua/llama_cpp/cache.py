@@ -3,7 +3,7 @@
 A returned state is that of exactly the tokens it names, of the same model; and the state of the
 directory never fails a request. Thread-safe; any number of processes may use the directory.
 
-:func:`identity_of`: two models get one identity only if their K and V mean the same: the same GGUF
+Two models get one identity only if their K and V mean the same: the same GGUF
 files to the byte, the same adapter, the same settings except those known not to matter, the same
 version of llama-cpp-python (llama.cpp's results may change with it). An adapter that is set without
 `Llama`'s knowledge goes unseen.
@@ -54,28 +54,10 @@ _CONTEXT: Final = ("n_ctx", "n_seq_max", "kv_unified")
 """The size of a context; it counts where `_is_chosen_by_length`."""
 
 
-def identity_of(llm: Any, *, chunk_tokens: int = 64, epoch: str = "") -> Identity:
-    """Return the identity of a `Llama`'s states.
-
-    Reads its files, as `vua.weights.identify_weights` does. Computes a token, for which the `Llama`
-    forgets what it had computed before.
-
-    Raises:
-        ConfigError: its states cannot be stored, or a file changed since it was loaded.
-        OSError: a file cannot be read.
-    """
-    described = described_model(llm, try_form(llm), chunk_tokens=chunk_tokens, epoch=epoch)
-    return described.identity(described.identify(threading.Event()))
-
-
 def described_model(
-    llm: Any,
-    form: StateForm,
-    *,
-    chunk_tokens: int,
-    epoch: str,
+    llm: Any, form: StateForm, *, chunk_tokens: int, epoch: str
 ) -> ModelDescription:
-    """Return what `identity_of` returns, without the weights; raises the same."""
+    """Return the identity of a `Llama`'s states, without the weights."""
     settings = {
         name: value
         for name, *_ in llm.context_params._fields_

@@ -63,6 +63,10 @@ class TestLlamaCpp(DirectoryTest):
         llm.set_cache(cache)
         return llm, cache
 
+    def name(self, model: Path | None = None, **settings: Any) -> str:
+        """The namespace of an engine's states."""
+        return str(self.cached(model, **settings)[1].identity.namespace)
+
     def loaded(self, cache: Any, prompt: list[int]) -> int:
         try:
             return int(cache[prompt].n_tokens)
@@ -218,8 +222,6 @@ class TestLlamaCpp(DirectoryTest):
 
     def test_kept_apart(self) -> None:
         """Another model, adapter setting, epoch or dtype of the cache finds nothing."""
-        from vua.llama_cpp import identity_of
-
         first, cache = self.cached()
         completed(first, PROMPT)
         other = make_gguf(self.root / "other.gguf", seed=1)
@@ -234,30 +236,27 @@ class TestLlamaCpp(DirectoryTest):
             with self.subTest(name):
                 self.assertEqual(0, self.loaded(one, PROMPT))
                 self.assertNotIn(PROMPT, one)
-        names = [cache.identity, *(one.identity for one in found.values())]
-        names.append(identity_of(self.llm(), chunk_tokens=CHUNK, epoch="new"))
+        names = [one.identity.namespace for one in (cache, *found.values())]
         with mock.patch("llama_cpp.__version__", "0.3.999"):
-            names.append(identity_of(self.llm(), chunk_tokens=CHUNK))
-        self.assertEqual(len(names), len({one.namespace for one in names}))
+            names.append(self.name())
+        self.assertEqual(len(names), len({*names}))
 
     def test_what_does_not_count(self) -> None:
         """Settings that only say how it is computed leave the identity as it is; n_ctx, too."""
-        from vua.llama_cpp import identity_of
-
         free = {"n_ctx": 128, "n_batch": 32, "flash_attn": True, "n_threads": 2}
-        plain = identity_of(self.llm()).namespace
-        self.assertEqual(plain, identity_of(self.llm(**free)).namespace)
+        plain = self.name()
+        self.assertEqual(plain, self.name(**free))
 
         scaled = make_gguf(self.root / "scaled.gguf", **{"llama.rope.scaling.attn_factor": 1.0})
-        sizes = {identity_of(self.llm(scaled, n_ctx=one)).namespace for one in (128, 256)}
+        sizes = {self.name(scaled, n_ctx=one) for one in (128, 256)}
         self.assertEqual(2, len(sizes))
         for given in (
             {"kv_overrides": {"llama.rope.scaling.original_context_length": 64}},
             {"rope_freq_scale": 0.5, "n_seq_max": 1},
         ):
-            sizes = {identity_of(self.llm(n_ctx=one, **given)).namespace for one in (128, 256)}
+            sizes = {self.name(n_ctx=one, **given) for one in (128, 256)}
             self.assertEqual(2, len(sizes), given)
-        self.assertNotEqual(plain, identity_of(self.llm(n_ctx=2 * CONTEXT_TOKENS)).namespace)
+        self.assertNotEqual(plain, self.name(n_ctx=2 * CONTEXT_TOKENS))
 
     def test_damage(self) -> None:
         """One changed bit costs the chunks from there on, never a token."""
@@ -337,15 +336,14 @@ class TestLlamaCpp(DirectoryTest):
 
     def test_files_that_were_replaced(self) -> None:
         """A file that is another one than was loaded names nothing."""
-        from vua.llama_cpp import VUALlamaCache, identity_of
+        from vua.llama_cpp import VUALlamaCache
 
         llm = self.llm()
         make_gguf(self.root / "other.gguf", seed=1).replace(self.model)
         cache = VUALlamaCache(llm, self.store, chunk_tokens=CHUNK)
         self.addCleanup(cache.close)
-        for ask in (cache.ready, lambda: identity_of(llm)):
-            with self.assertRaisesRegex(ConfigError, "model.gguf changed since it was loaded"):
-                ask()
+        with self.assertRaisesRegex(ConfigError, "model.gguf changed since it was loaded"):
+            cache.ready()
         llm.set_cache(cache)
         completed(llm, PROMPT)
         self.assertEqual([], self.files())
@@ -416,11 +414,9 @@ class TestLlamaCpp(DirectoryTest):
 
     def test_images_weights_beside(self) -> None:
         """A file of an image encoder beside the model is none of what the model computes with."""
-        from vua.llama_cpp import identity_of
-
-        before = identity_of(self.llm()).namespace
+        before = self.name()
         (self.root / "mmproj-model.gguf").write_bytes(self.model.read_bytes()[:100])
-        self.assertEqual(before, identity_of(self.llm()).namespace)
+        self.assertEqual(before, self.name())
 
     def test_not_identified_yet(self) -> None:
         """Until the model's files are read nothing is loaded; what is computed is stored then."""
