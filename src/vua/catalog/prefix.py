@@ -26,7 +26,7 @@ from vua.capacity.listing import Listing
 from vua.catalog.check import NO_KEYS
 from vua.catalog.opening import open_catalog
 from vua.errors import ConfigError, CorruptEntryError, ForeignEntryError
-from vua.format.identity import Identity, named_by, rope_order, varies_with_length
+from vua.format.identity import Identity, named_by, rope_order
 from vua.format.keys import ChunkKey, KeyChain, token_ids
 from vua.format.layout import KVLayout, Shard, cover
 from vua.format.prefix import Kind, leading, longest_prefix
@@ -258,25 +258,10 @@ _DTYPES: Final = {"bfloat16": "BF16", "float16": "F16", "float32": "F32"}
 _SHORT: Final = 12
 
 
-@dataclass(frozen=True, slots=True)
-class ModelIdentity:
-    """The identity by a model's files."""
+def expect(model: str, progress: Callable[[int, int], None] | None = None) -> Identity:
+    """Return what the files in directory ``model`` tell of the identity under which vLLM stores.
 
-    identity: Identity
-    unknown: tuple[str, ...]
-    """Fields that the files do not tell; they are not compared."""
-    notes: tuple[str, ...]
-    """What an engine may do that the files do not show."""
-
-
-def expect(
-    model: str,
-    *,
-    chunk_tokens: int,
-    epoch: str,
-    progress: Callable[[int, int], None] | None = None,
-) -> ModelIdentity:
-    """Return the identity under which vLLM stores for the files in directory ``model``.
+    Weights and dtype are "" where they do not tell them.
 
     Digests of weights are remembered, as by engines; ``progress`` receives the bytes read and to
     read. Raises ConfigError without a usable ``config.json``, OSError.
@@ -285,45 +270,18 @@ def expect(
     config = _read_config(root)
     text = config.get("text_config")
     text = text if isinstance(text, Mapping) else config
-    model_type = str(text.get("model_type", ""))
-    rope = rope_order(model_type)
-    notes = [
-        "engines complete config.json (defaults of their version, overrides) before it is digested"
-    ]
-    if varies_with_length(text):
-        notes.append("the rotary embedding varies with the length: vLLM adds its max_model_len")
-    if config.get("quantization_config") or text.get("quantization_config"):
-        notes.append("the model is quantised: vLLM adds the method")
-    if text is not config:
-        notes.append("the model has parts beside its text: vLLM adds the rest of its config")
-    if text.get("sliding_window"):
-        notes.append("layers with a sliding window: vLLM adds which layers these are")
-    if {*(text.get("layer_types") or ())} - {"full_attention", "sliding_attention"}:
-        notes.append("layers with a state: vLLM adds which these are, their form, and the TP size")
     named = [one.get(key) for one in (text, config) for key in ("dtype", "torch_dtype")]
     dtype = _DTYPES.get(str(next(filter(None, named), "")), "")
-    unknown = [] if dtype else ["kv_dtype"]
     weights = ""
-    try:
-        files = checkpoint_files(root)
-        weights = identify_weights(files, progress=progress).fingerprint
-        if any(root.glob("consolidated*.safetensors")) and len(files) < len(
-            [*root.glob("*.safetensors")]
-        ):
-            notes.append("vLLM may load consolidated*.safetensors in place of the files compared")
-    except ConfigError as problem:
-        unknown.append("weights")
-        notes.append(str(problem))
-    identity = Identity.of_config(
+    with suppress(ConfigError):
+        weights = identify_weights(checkpoint_files(root), progress=progress).fingerprint
+    return Identity.of_config(
         named_by("vllm", text),
         weights=weights,
         kv_dtype=dtype,
-        rope=rope,
-        epoch=epoch,
-        chunk_tokens=chunk_tokens,
+        rope=rope_order(str(text.get("model_type", ""))),
         name=root.resolve().name,
     )
-    return ModelIdentity(identity, tuple(unknown), tuple(notes))
 
 
 def _read_config(root: Path) -> Mapping[str, Any]:

@@ -20,7 +20,6 @@ from vua.catalog.opening import open_catalog
 from vua.catalog.prefix import (
     ChunkState,
     GroupState,
-    ModelIdentity,
     expect,
     first_salts,
     group_state,
@@ -45,7 +44,6 @@ from vua.store.place import open_namespace
 if TYPE_CHECKING:
     from vua.security.seal import Seal  # needs an optional package
 
-_DEFAULT_CHUNK_TOKENS: Final = 64
 BLOCKS: Final = (16, 128)
 """vLLM's default tokens per block (`block_size`): on GPUs, and on CPUs."""
 
@@ -58,7 +56,7 @@ class Answer:
     state: str
     """State of ``namespace.json``."""
     differences: list[FieldDifference] | None
-    """From the model's identity; None without a model."""
+    """From the model's files; None without a model."""
     length: int = 0
     """Tokens of the prompt."""
     groups: tuple[GroupState, ...] = ()
@@ -180,18 +178,21 @@ def _salted(salt: str) -> str:
 
 
 def _explained(
-    directory: str, expected: ModelIdentity | None, found: Sequence[Description], length: int,
-    answers: Sequence[Answer],
-) -> Report:  # fmt: skip
+    directory: str, expected: Identity | None, length: int, answers: Sequence[Answer]
+) -> Report:
+    answers = sorted(answers, key=lambda one: (-one.usable * one.size, one.namespace.name))
+
     def show() -> None:
         if not answers:
             print(f"{directory}: no namespace to look at, so nothing is stored: a miss")
         elif len(answers) == 1:
             line("", f"verdict: {verdict(answers[0])}")
         else:
-            facts(f"verdict: {_which(expected, answers)}", _verdicts(answers))
-        if expected is not None:
-            _show_expected(expected, found)
+            facts(
+                "verdict: depends on the engine, which looks into one of these namespaces; its log "
+                "names it at the start (--namespace chooses one here)",
+                _verdicts(answers),
+            )
         for answer in answers:
             facts(f"namespace {_named(answer.namespace)}", _lines(answer))
 
@@ -201,18 +202,8 @@ def _explained(
         status=DAMAGED if damaged else SOUND,
         directory=directory,
         tokens=length,
-        model=None if expected is None else _as_fields(expected),
+        model=expected and expected.describe(),
         namespaces=[_describe(answer) for answer in answers],
-    )
-
-
-def _which(expected: ModelIdentity | None, answers: Sequence[Answer]) -> str:
-    own = expected and expected.identity.namespace
-    if any(one.namespace.name == own for one in answers):
-        return f"that of namespace {str(own)[:SHORT]}, if no setting of the engine counts"
-    return (
-        "depends on the engine, which looks into one of these namespaces; its log names it at "
-        "the start (--namespace chooses one here)"
     )
 
 
@@ -221,8 +212,10 @@ def _verdicts(answers: Sequence[Answer]) -> Iterator[tuple[str, str]]:
     for answer in answers:
         yield answer.namespace.name[:SHORT], verdict(answer)
         other = answer.namespace.identity
-        if first is not None and other is not None and other != first:
-            yield "", f"unlike the first: {_unlike(first, other)}"
+        found = differences(other, first) if first and other else []
+        if found:
+            more = f" and {len(found) - 3} more" * (len(found) > 3)
+            yield "", f"not the first: {'; '.join(map(str, found[:3]))}{more}"
 
 
 def _of_lines(lines: Sequence[int], each: Sequence[Report]) -> Report:
@@ -258,10 +251,10 @@ def _recent(catalog: Catalog, prefix: str, key_file: str | None) -> Report:
 @option("--order FILE", 'JSON {"prefix", "documents"}: their order that hits most')
 @option("--recent", "where the last days' prompts part from stored ones")
 @option("--namespace NS", "first digits of a namespace", default="")
-@option("--chunk-tokens N", "tokens per chunk", type=int)
-@option("--block-tokens N", "the engine's block_size; default 16 and 128", type=int)
+@option(
+    "--block-tokens N", "the engine's block_size; default 16 and 128", type=click.IntRange(min=1)
+)
 @option("--salt S", "the requests' cache salt", default="")
-@option("--epoch E", "the engine's epoch, with --model", default="")
 @option("--quick", "do not look for other continuations")
 def explain(directory: str, *, security: Security = NO_KEYS, **asked: Any) -> Report:
     """Report what is stored of a prompt, and why no more; exit status 1 if files are damaged.
@@ -284,90 +277,59 @@ def explain(directory: str, *, security: Security = NO_KEYS, **asked: Any) -> Re
         where = f" in namespace {name[:SHORT]}" if name else ""
         text = f"{' '.join(map(str, places))}: {counted(tokens, 'token')} stored{where}"
         return Report(text, directory=directory, order=places, tokens=tokens, namespace=name)
-    if question.block_tokens is not None and question.block_tokens < 1:
-        text = f"--block-tokens must be a positive number, found {question.block_tokens}"
-        raise ConfigError(text)
     prompts = read_prompts(question.tokens, question.prompt, question.model)
     catalog = open_catalog(directory)
     found, _ = catalog.contents()
     expected = _expected(question)
+    candidates = _candidates(found, expected, question)
     made = [
-        _explained(directory, expected, found, len(prompt.ids) // 4, answers)
+        _explained(directory, expected, len(prompt.ids) // 4, answers)
         for prompt in prompts
-        for answers in [_answers(catalog, found, expected, prompt, question)]
+        for answers in [[_answer(catalog, one, expected, prompt, question) for one in candidates]]
     ]
     return made[0] if len(made) == 1 else _of_lines([one.line for one in prompts], made)
 
 
-def _answers(
-    catalog: Catalog,
-    found: Sequence[Description],
-    expected: ModelIdentity | None,
-    prompt: Prompt,
-    question: SimpleNamespace,
-) -> list[Answer]:
-    answers = [
-        _answer(catalog, namespace, differences, prompt, question)
-        for namespace, differences in _candidates(found, expected, question)
-    ]
-    return sorted(answers, key=lambda one: (-one.usable * one.size, one.namespace.name))
-
-
-def _expected(question: SimpleNamespace) -> ModelIdentity | None:
+def _expected(question: SimpleNamespace) -> Identity | None:
     if question.model is None or (
         question.prompt and not Path(question.model, "config.json").is_file()
     ):
         return None
-    size = question.chunk_tokens or _DEFAULT_CHUNK_TOKENS
     with progress() as show:
         return expect(
-            question.model,
-            chunk_tokens=size,
-            epoch=question.epoch,
-            progress=lambda done, of: show("reading weights", done, of, amount=done),
+            question.model, lambda done, of: show("reading weights", done, of, amount=done)
         )
 
 
 def _candidates(
-    found: Sequence[Description], expected: ModelIdentity | None, question: SimpleNamespace
-) -> list[tuple[Description, list[FieldDifference] | None]]:
+    found: Sequence[Description], expected: Identity | None, question: SimpleNamespace
+) -> list[Description]:
     if question.namespace:
         named = [one for one in found if one.name.startswith(question.namespace)]
         if not named:
             msg = f"no namespace begins with {question.namespace!r}; `vua ls` lists what is there"
             raise ConfigError(msg)
-        return [(one, _compared_with(expected, one.identity)) for one in named]
-    if expected is not None:
-        ours, unknown = expected.identity, expected.unknown
-        near = nearest(ours, found, complete=False, unknown=unknown)
-        fit = [pair for pair in near if not any(one.field == "weights" for one in pair[1])]
-        return [*(fit or near[:1])]
-    size = question.chunk_tokens
-    return [
-        (one, None) for one in found
-        if size is None or one.layout is None or one.layout.chunk_tokens == size
-    ]  # fmt: skip
-
-
-def _compared_with(
-    expected: ModelIdentity | None, stored: Identity | None
-) -> list[FieldDifference] | None:
-    if expected is None or stored is None:
-        return None
-    return differences(expected.identity, stored, complete=False, unknown=expected.unknown)
+        return named
+    if expected is None:
+        return [*found]
+    near = nearest(expected, found, complete=False)
+    return [one.found for one in near if not one.is_of_others or one is near[0]]
 
 
 def _answer(
     catalog: Catalog,
     found: Description,
-    differences: list[FieldDifference] | None,
+    expected: Identity | None,
     prompt: Prompt,
     question: SimpleNamespace,
 ) -> Answer:
     ids, length = prompt.ids, len(prompt.ids) // 4
     with explaining(str(found.path)):
         namespace = open_namespace(found.path, security=question.security)
-    answer = Answer(found, catalog.state(found), differences, length)
+    differ = None
+    if expected is not None and found.identity is not None:
+        differ = differences(expected, found.identity, complete=False)
+    answer = Answer(found, catalog.state(found), differ, length)
     if namespace is None:
         return answer
     try:
@@ -394,27 +356,14 @@ def _answer(
 # -- for programs -----------------------------------------------------------------------------
 
 
-def _as_fields(expected: ModelIdentity) -> dict[str, object]:
-    return {
-        "identity": expected.identity.describe(),
-        "unknown": list(expected.unknown),
-        "notes": list(expected.notes),
-    }
-
-
 def _describe(answer: Answer) -> dict[str, object]:
-    namespace, differences, others = answer.namespace, answer.differences, answer.others
+    namespace, differ, others = answer.namespace, answer.differences, answer.others
     return {
         "namespace": namespace.name,
         "description": answer.state,
         "engine": namespace.engine or None,
         "identity": namespace.identity and namespace.identity.describe(),
-        "differences": None
-        if differences is None
-        else [
-            {"field": one.field, "stored": one.theirs, "expected": one.ours, "certain": one.certain}
-            for one in differences
-        ],
+        "differences": differ and [one._asdict() for one in differ],
         "seal": answer.seal and answer.seal.kind,
         "key": answer.seal and answer.seal.key_id,
         "usable_chunks": answer.usable,
@@ -458,30 +407,10 @@ def _describe_chunk(chunk: ChunkState) -> dict[str, object]:
 # -- for people -------------------------------------------------------------------------------
 
 
-def _show_expected(expected: ModelIdentity, found: Sequence[Description]) -> None:
-    identity = expected.identity
-    there = any(one.name == identity.namespace for one in found)
-    told = (
-        "is stored here"
-        if there
-        else ("is not stored here (normal: engines add settings to the identity)")
-    )
-    lines = [("namespace", f"{identity.namespace[:SHORT]} {told}")]
-    lines += [("note", note) for note in expected.notes]
-    if not any(one.identity is not None for one in found):
-        lines.append(("nearest", "no namespace describes its model"))
-    facts(f"model {identity.name}", lines)
-
-
 def _lines(answer: Answer) -> Iterator[tuple[str, str]]:
-    identity = answer.namespace.identity
-    if identity is not None:
-        fields = identity.describe()
-        shown = [f"{name} {_short(fields[name])}" for name in fields if name not in
-                 ("version", "namespace", "name") and fields[name] != ""]  # fmt: skip
-        yield "identity", ", ".join(shown)
     if answer.differences is not None:
-        yield "compared", _compared(answer.differences)
+        found = "; ".join(map(str, answer.differences)) or "no difference"
+        yield "compared", f"the model's files (here) with this namespace (there): {found}"
     if answer.seal is not None:
         yield "key", f"{answer.seal.key_id}, {answer.seal.kind}"
     for group in answer.groups:
@@ -502,36 +431,6 @@ def _lines(answer: Answer) -> Iterator[tuple[str, str]]:
 def _named(found: Description) -> str:
     model = found.identity.name if found.identity else ""
     return "  ".join(filter(None, (found.name[:SHORT], model, found.engine)))
-
-
-def _unlike(first: Identity, other: Identity) -> str:
-    found = differences(first, other, complete=False)
-    more = f" and {len(found) - 3} more" * (len(found) > 3)
-    return (
-        "; ".join(f"{one.field} {one.theirs!r:.40}, not {one.ours!r:.40}" for one in found[:3])
-        + more
-    )
-
-
-def _short(value: str | int) -> str:
-    text = str(value)
-    return text if len(text) < 40 else text[:SHORT]
-
-
-def _compared(differences: list[FieldDifference]) -> str:
-    differing = {one.field for one in differences}
-    same = [name for name in ("model", "weights") if name not in differing]
-    parts = [f"same {' and '.join(same)}"] if same else []
-    return ", ".join(parts + list(map(_difference, differences)))
-
-
-def _difference(one: FieldDifference) -> str:
-    stored, expected = (
-        text if len(text := repr(value)) < 40 else f"{text[: SHORT + 1]}...'"
-        for value in (one.theirs, one.ours)
-    )
-    text = f"{one.field} {stored} instead of {expected}"
-    return text if one.certain else f"{text} (config.json alone does not tell)"
 
 
 def _stored(group: GroupState) -> str:

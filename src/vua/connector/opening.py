@@ -255,7 +255,8 @@ class Opening:
         )
         if place.usage is None or place.usage.chunks or not isinstance(place.path, Path):
             return
-        for found, differences in nearest(identity, descriptions(place.path)):
+        others = (one for one in descriptions(place.path) if one.name != own)
+        for found, differences in nearest(identity, others):
             there = look_at(path, namespace=found.name)
             if there.usage is not None and there.usage.chunks:
                 log.info(

@@ -7,7 +7,7 @@ nothing is loaded or stored by what is found here.
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Iterable
+from collections.abc import Iterable
 from typing import Final, NamedTuple
 
 from vua.format.identity import FIELDS, Identity
@@ -34,11 +34,6 @@ class FieldDifference(NamedTuple):
         """
         return f"{self.field} is {_shown(self.ours)} here and {_shown(self.theirs)} there"
 
-    @property
-    def certain(self) -> bool:
-        """Whether it shows in an identity by a model's files, too: engines complete a config."""
-        return self.field in FIELDS and self.field != "model"
-
 
 class Near(NamedTuple):
     """A namespace, and how far it is from an identity."""
@@ -47,17 +42,26 @@ class Near(NamedTuple):
     differences: list[FieldDifference]
     """Those of the identity's own fields first."""
 
+    @property
+    def is_of_others(self) -> bool:
+        """Whether its weights are other ones."""
+        return any(one.field == "weights" for one in self.differences)
+
 
 def differences(
-    ours: Identity, theirs: Identity, *, complete: bool = True, unknown: Collection[str] = ()
+    ours: Identity, theirs: Identity, *, complete: bool = True
 ) -> list[FieldDifference]:
     """Return the fields in which two identities differ, the weights first; none if they are equal.
 
     In place of the digest ``model`` the fields that it counted, by path, as far as both are known.
-    Engines complete a config: unless ours is ``complete``, fields that one side lacks are left out;
-    and so are those that are ``unknown`` of ours.
+    Engines complete a config: unless ours is ``complete``, fields that one side lacks are left out,
+    and so is what a model's files do not tell.
     """
-    names = [name for name in FIELDS if name not in ("name", "model")]
+    unknown = {"name", "model"}
+    if not complete:
+        unknown |= {"epoch", "chunk_tokens"}
+        unknown |= {name for name in ("weights", "kv_dtype") if not getattr(ours, name)}
+    names = [name for name in FIELDS if name not in unknown]
     names.sort(key=lambda name: name != "weights")
     found = [FieldDifference(name, getattr(ours, name), getattr(theirs, name)) for name in names]
     if ours.model != theirs.model:
@@ -67,31 +71,25 @@ def differences(
         counted = [FieldDifference(p, here.get(p, ABSENT), there.get(p, ABSENT)) for p in paths]
         counted = [one for one in counted if one.ours != one.theirs]
         found += counted or [FieldDifference("model", ours.model, theirs.model)]
-    return [one for one in found if one.ours != one.theirs and one.field not in unknown]
+    return [one for one in found if one.ours != one.theirs]
 
 
-def nearest(
-    ours: Identity,
-    found: Iterable[Description],
-    *,
-    complete: bool = True,
-    unknown: Collection[str] = (),
-) -> list[Near]:
-    """Return the described namespaces, the nearest first; arguments as for :func:`differences`.
+def nearest(ours: Identity, found: Iterable[Description], *, complete: bool = True) -> list[Near]:
+    """Return the described namespaces, the nearest first, compared as by :func:`differences`.
 
-    Equal weights count most, then the number of fields that differ for certain.
+    Equal weights count most, then the number of fields that differ, then an equal name.
     """
-
-    def distance(one: Near) -> tuple[bool, int, int, str]:
-        others = any(each.field in ("weights", "adapter") for each in one.differences)
-        certain = sum(complete or each.certain for each in one.differences)
-        return others, certain, len(one.differences), one.found.name
-
     near = [
-        Near(one, differences(ours, one.identity, complete=complete, unknown=unknown))
+        Near(one, differences(ours, one.identity, complete=complete))
         for one in found
         if one.identity is not None
     ]
+
+    def distance(one: Near) -> tuple[bool, int, bool, str]:
+        theirs = one.found.identity
+        other_name = theirs is None or theirs.name != ours.name
+        return one.is_of_others, len(one.differences), other_name, one.found.name
+
     return sorted(near, key=distance)
 
 

@@ -53,7 +53,7 @@ class NearestTest(unittest.TestCase):
         self.assertEqual(["model"], [one.field for one in differences(of(), theirs)])
 
     def test_order(self) -> None:
-        """Of the same weights first, then by the number of fields; the own one is the nearest."""
+        """Of the same weights first, then by the number of fields."""
         tuned, far = of(weights="tuned"), of({"a": 1, "b": 2, "c": 3})
         near, unknown = of({"a": 1}, epoch="2"), None
         found = nearest(of(), [described(one) for one in (tuned, unknown, far, of(), near)])
