@@ -29,7 +29,7 @@ class SocketTest(CliTest):
         self.folder = self.root.with_name(f"{self.root.name}-s")
         self.folder.mkdir()
         self.addCleanup(shutil.rmtree, self.folder, ignore_errors=True)
-        self.out, self.replay = (f"ipc://{self.folder}/{name}" for name in ("out", "replay"))
+        self.out = f"ipc://{self.folder}/out"
 
     def socket(self, kind: int, endpoint: str, *, bind: bool = False) -> Any:
         """A socket that waits for long, and then fails."""

@@ -10,12 +10,11 @@ A message is (topic, number of the batch as 8 bytes, payload), the payload msgpa
 events, rank]``. Nothing is sent before there is a subscriber. A later or returning subscriber is
 sent everything with the next look, beginning with ``AllBlocksCleared``, so a router that comes back
 does not rely on chunks that were deleted meanwhile. The same holds for a restarted publisher, whose
-numbers begin at 0. A subscriber that lost messages asks the replay endpoint for all batches from a
-number on.
+numbers begin at 0.
 
 Memory is bounded per peer. A subscriber that does not read is waited for briefly, and then misses
-batches, which it notices by their numbers. A peer that asks for a replay and does not read it gets
-no more of it. Needs pyzmq and msgspec, which vLLM installs, and not vLLM.
+batches, which it notices by their numbers: it subscribes again. Needs pyzmq and msgspec, which vLLM
+installs, and not vLLM.
 """
 
 from __future__ import annotations
@@ -23,11 +22,11 @@ from __future__ import annotations
 import itertools
 import json
 import logging
+import math
 import sys
 import threading
 import time
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -41,7 +40,6 @@ from vua.capacity.spaces import Show
 from vua.catalog.base import Catalog, NamespaceCatalog
 from vua.catalog.opening import open_catalog
 from vua.cli.command import command, duration_s, option
-from vua.cli.looks import between_looks_s
 from vua.cli.output import SOUND, progress
 from vua.errors import ConfigError, explaining
 from vua.format.layout import KVLayout, Shard, cover
@@ -49,13 +47,9 @@ from vua.storage.names import SUFFIX
 
 log = logging.getLogger(__name__)
 
-_KEPT: Final = 10_000
-"""Batches kept for replay, as many as vLLM keeps."""
-_KEPT_NBYTES: Final = 64 << 20
 _QUEUED: Final = 32
 """Batches queued per peer that does not read: some 200 KB each at most."""
-_PEERS: Final = 64
-_PATIENCE_S: Final = 10.0
+_PATIENCE_MS: Final = 10_000
 _QUIET_S: Final = 60.0
 """Least time between two log lines about peers that do not read."""
 _ASKED_NBYTES: Final = 4096
@@ -64,7 +58,6 @@ _LINGER_S: Final = 60.0
 """How long subscribers have at the end to receive what was sent."""
 _CLOSE_S: Final = 1.0
 """How long libzmq has to close its connections after that."""
-_END: Final = (-1).to_bytes(8, "big", signed=True)
 
 
 class EventSocket:
@@ -76,21 +69,17 @@ class EventSocket:
         *,
         connect: bool = False,
         topic: str = "",
-        replay_endpoint: str | None = None,
         linger_s: float = _LINGER_S,
-        clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Bind the endpoints.
+        """Bind the endpoint.
 
         Args:
             endpoint: where subscribers connect.
             connect: connect to the endpoint, which the subscriber has bound.
             topic: of all messages.
-            replay_endpoint: where missed batches are requested; by default nowhere.
             linger_s: how long subscribers have at the end to receive what was sent.
-            clock: gives seconds.
 
-        Raises ConfigError if an endpoint is unusable or a package is missing.
+        Raises ConfigError if the endpoint is unusable or a package is missing.
         """
         try:
             self._zmq: Any = import_module("zmq")
@@ -98,40 +87,22 @@ class EventSocket:
         except ImportError as problem:
             msg = f"--zmq needs pyzmq and msgspec: pip install pyzmq msgspec ({problem})"
             raise ConfigError(msg) from problem
-        self._topic, self._numbers, self._clock = topic.encode(), itertools.count(), clock
-        self._kept = deque[tuple[bytes, bytes]]()
-        self._kept_nbytes, self._linger_s = 0, linger_s
-        self._replays: dict[bytes, Iterator[bool]] = {}
-        self._context, self._poller = self._zmq.Context(), self._zmq.Poller()
-        self._subscribed = False
-        self._patient, self._told_s = True, -_QUIET_S
+        self._topic, self._numbers = topic.encode(), itertools.count()
+        self._linger_s, self._subscribed, self._told_s = linger_s, False, -math.inf
         self.newcomers = False
         """Whether a subscriber has not been sent everything yet."""
+        zmq, self._context = self._zmq, self._zmq.Context()
+        self._out = self._context.socket(zmq.XPUB)
+        self._out.set_hwm(_QUEUED)
+        self._out.setsockopt(zmq.MAXMSGSIZE, _ASKED_NBYTES)
+        self._out.setsockopt(zmq.XPUB_MANUAL, 1)  # bounds the memory of topics
+        self._out.setsockopt(zmq.XPUB_NODROP, 1)
+        self._out.setsockopt(zmq.SNDTIMEO, _PATIENCE_MS)
         try:
-            self._out = self._opened(self._zmq.XPUB, endpoint, connect=connect)
-            self._replay: Any = None
-            if replay_endpoint is not None:
-                self._replay = self._opened(self._zmq.ROUTER, replay_endpoint)
-        except ConfigError:
-            self._close(0.0)
-            raise
-
-    def _opened(self, kind: int, endpoint: str, *, connect: bool = False) -> Any:
-        zmq = self._zmq
-        socket = self._context.socket(kind)
-        socket.set_hwm(_QUEUED)
-        socket.setsockopt(zmq.MAXMSGSIZE, _ASKED_NBYTES)
-        if kind == zmq.XPUB:
-            socket.setsockopt(zmq.XPUB_MANUAL, 1)  # bounds the memory of topics
-            socket.setsockopt(zmq.XPUB_NODROP, 1)
-        else:
-            socket.setsockopt(zmq.ROUTER_MANDATORY, 1)  # a peer that does not read shows
-        self._poller.register(socket, zmq.POLLIN)
-        try:
-            (socket.connect if connect else socket.bind)(endpoint)
+            (self._out.connect if connect else self._out.bind)(endpoint)
         except zmq.ZMQError as problem:
+            self._close(0.0)
             raise ConfigError(f"{endpoint}: {problem.strerror}") from problem
-        return socket
 
     def __enter__(self) -> EventSocket:  # noqa: PYI034 - Python 3.10 has no Self
         try:
@@ -147,8 +118,7 @@ class EventSocket:
         self._close(self._linger_s if kind is None else 0.0)
 
     def _close(self, linger_s: float) -> None:
-        for socket in self._poller.sockets:
-            socket[0].close(linger=int(linger_s * 1000))
+        self._out.close(linger=int(linger_s * 1000))
         # libzmq 4.3.5 sometimes never returns from this if a subscriber that does not read
         # disconnects meanwhile, so another thread calls it.
         end = threading.Thread(target=self._context.term, name="vua-events-end", daemon=True)
@@ -156,62 +126,41 @@ class EventSocket:
         end.join(linger_s + _CLOSE_S)
 
     def publish(self, batch: Sequence[Mapping[str, Any]]) -> None:
-        """Send some events in one message."""
-        number = next(self._numbers).to_bytes(8, "big")
-        payload = self._pack([time.time(), batch, 0])
-        if self._replay is not None:
-            self._kept.append((number, payload))
-            self._kept_nbytes += len(payload)
-            while len(self._kept) > _KEPT or (
-                self._kept_nbytes > _KEPT_NBYTES and len(self._kept) > 1
-            ):
-                self._kept_nbytes -= len(self._kept.popleft()[1])
-        self._send((self._topic, number, payload))
+        """Send some events in one message to all subscribers.
 
-    def _send(self, parts: Sequence[bytes]) -> None:
-        """Send to all subscribers; one that does not read is waited for once, then misses it."""
-        until_s = self._clock() + (_PATIENCE_S if self._patient else 0.0)
-        while True:
-            try:
-                self._out.send_multipart(parts, self._zmq.DONTWAIT)
-            except self._zmq.Again:
-                if self._clock() < until_s:
-                    self._serve(0.05)
-                    continue
-            else:
-                self._patient = True
-                return
-            self._patient = False
+        One that does not read is waited for once, then misses it.
+        """
+        zmq, out = self._zmq, self._out
+        number = next(self._numbers).to_bytes(8, "big")
+        parts = (self._topic, number, self._pack([time.time(), batch, 0]))
+        try:
+            out.send_multipart(parts)
+            out.setsockopt(zmq.SNDTIMEO, _PATIENCE_MS)
+        except zmq.Again:
             self._tell("a subscriber does not read: it misses batches, and sees that by a number")
-            self._out.setsockopt(self._zmq.XPUB_NODROP, 0)
-            try:
-                self._out.send_multipart(parts, self._zmq.DONTWAIT)
-            finally:
-                self._out.setsockopt(self._zmq.XPUB_NODROP, 1)
-            return
+            out.setsockopt(zmq.SNDTIMEO, 0)
+            out.setsockopt(zmq.XPUB_NODROP, 0)
+            out.send_multipart(parts)
+            out.setsockopt(zmq.XPUB_NODROP, 1)
 
     def _tell(self, text: str) -> None:
-        if self._clock() - self._told_s >= _QUIET_S:
-            self._told_s = self._clock()
+        if time.monotonic() - self._told_s >= _QUIET_S:
+            self._told_s = time.monotonic()
             log.warning("%s", text)
 
     def wait(self, seconds: float) -> None:
-        """Sleep, answering replay requests meanwhile."""
-        until_s = self._clock() + seconds
-        while (left_s := until_s - self._clock()) > 0:
+        """Sleep, and take subscriptions meanwhile."""
+        until_s = time.monotonic() + seconds
+        while (left_s := until_s - time.monotonic()) > 0:
             self._serve(left_s)
 
     def _serve(self, seconds: float | None) -> None:
-        """Answer incoming messages, or wait so long (None: without limit) for one."""
-        if self._replays:
-            seconds = 0.0 if self._send_again() else min(0.05, seconds or 0.05)
-        ready = dict(self._poller.poll(None if seconds is None else max(1, seconds * 1000)))
-        for socket, handle in ((self._out, self._subscribe), (self._replay, self._ask)):
-            if socket is not None and socket in ready:
-                try:
-                    handle(socket.recv_multipart(self._zmq.DONTWAIT))
-                except Exception as problem:  # noqa: BLE001 - none may end it for other peers
-                    self._tell(f"a peer's message is not answered: {problem}")
+        """Wait so long (None: without limit) for a subscription."""
+        if self._out.poll(None if seconds is None else max(1, seconds * 1000)):
+            try:
+                self._subscribe(self._out.recv_multipart(self._zmq.DONTWAIT))
+            except Exception as problem:  # noqa: BLE001 - none may end it for other peers
+                self._tell(f"a peer's message is not answered: {problem}")
 
     def _subscribe(self, asked: list[bytes]) -> None:
         """Handle a subscription to our topic (1 and the topic), or its end (0); ignore the rest."""
@@ -221,42 +170,6 @@ class EventSocket:
         self._out.setsockopt(self._zmq.SUBSCRIBE if begins else self._zmq.UNSUBSCRIBE, topic)
         if begins:
             self.newcomers = self._subscribed = True
-
-    def _ask(self, request: list[bytes]) -> None:
-        if len(request) != 3 or request[1] or len(request[2]) != 8:
-            return  # not a message of a subscriber to vLLM's events
-        who, _, first = request
-        if who in self._replays or len(self._replays) < _PEERS:
-            self._replays[who] = self._replay_to(who, int.from_bytes(first, "big"))
-        else:
-            self._tell(f"more than {_PEERS} peers ask for missed batches: one is not answered")
-
-    def _send_again(self) -> bool:
-        """Send all peers on that asked; return whether any of them took something."""
-        took = {who: next(one, None) for who, one in self._replays.items()}
-        self._replays = {who: self._replays[who] for who in took if took[who] is not None}
-        return any(took.values())
-
-    def _replay_to(self, who: bytes, number: int) -> Iterator[bool]:
-        """Send a peer all batches from a number on, as many as fit; yield whether any did."""
-        zmq, since_s = self._zmq, self._clock()
-        while self._clock() - since_s <= _PATIENCE_S:
-            first, took = int.from_bytes(self._kept[0][0], "big") if self._kept else 0, False
-            at = min(max(0, number - first), len(self._kept))
-            parts = [(self._topic, *one) for one in itertools.islice(self._kept, at, at + _QUEUED)]
-            try:
-                for topic, count, payload in parts:
-                    self._replay.send_multipart((who, b"", topic, count, payload), zmq.DONTWAIT)
-                    number, since_s, took = int.from_bytes(count, "big") + 1, self._clock(), True
-                if at + _QUEUED >= len(self._kept):
-                    self._replay.send_multipart((who, b"", b"", _END, b""), zmq.DONTWAIT)
-                    return
-            except zmq.Again:
-                pass
-            except zmq.ZMQError:  # it has gone
-                return
-            yield took
-        self._tell("a peer asks for missed batches and does not read them: given up")
 
 
 _INTERVAL_S: Final = 5.0
@@ -291,7 +204,6 @@ class StoredNamespace:
 @option("--zmq ENDPOINT", "publish to this endpoint, like tcp://127.0.0.1:5557, not on stdout")
 @option("--connect", "connect to that endpoint, which the router has bound")
 @option("--topic TEXT", "of the messages; default none", default="")
-@option("--replay-endpoint ENDPOINT", "answer requests for missed batches at this endpoint")
 def events(
     directory: str,
     *,
@@ -306,10 +218,10 @@ def events(
     ``publishing`` are :class:`EventSocket`'s further arguments. Raises ConfigError, StorageError.
     """
     if zmq is None and any(publishing.values()):
-        text = "--connect, --topic and --replay-endpoint configure publishing: give --zmq ENDPOINT"
+        text = "--connect and --topic configure publishing: give --zmq ENDPOINT"
         raise ConfigError(text)
     catalog = open_catalog(directory)
-    interval_s = between_looks_s(interval_s, catalog, _INTERVAL_S)
+    interval_s = interval_s or catalog.look_s or _INTERVAL_S
     with explaining(directory):
         locality = locality or ("LOCAL" if catalog.is_local() else "REMOTE")
         with nullcontext(_Lines()) if zmq is None else EventSocket(zmq, **publishing) as outlet:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import itertools
 import json
 import os
 import random
@@ -275,10 +273,9 @@ class TestSocket(SocketTest):
             hashes = [event["block_hashes"][0].hex() for event in events]
             self.assertEqual(sorted([*KEYS, KEYS[0]]), sorted(hashes))
 
-    def test_follow_and_replay(self) -> None:
-        """Changes are numbered on; who asks the replay endpoint gets what he missed."""
-        words = ("--follow", "--interval", "0.01", "--replay-endpoint", self.replay)
-        with self.running(*words) as codes:
+    def test_follow(self) -> None:
+        """Changes are numbered on."""
+        with self.running("--follow", "--interval", "0.01") as codes:
             subscriber = self.socket(self.zmq.SUB, self.out)
             subscriber.subscribe(b"")
             self.assertEqual(5, len(self.received(subscriber, 0)))
@@ -286,14 +283,6 @@ class TestSocket(SocketTest):
             (event,) = self.received(subscriber, 1)
             names = [event["parent_block_hash"], *event["block_hashes"]]
             self.assertEqual(KEYS[:2], [name.hex() for name in names])
-            asker = self.socket(self.zmq.DEALER, self.replay)
-            asker.send_multipart((b"", b"nonsense", b"more"))
-            for first in (1, 0, 7):
-                asker.send_multipart((b"", first.to_bytes(8, "big")))
-                for number in range(first, 2):
-                    self.assertEqual(b"", asker.recv())
-                    self.received(asker, number)
-                self.assertEqual([b"", b"", b"\xff" * 8, b""], asker.recv_multipart())
             shutil.rmtree(self.root)
         self.assertEqual([2], codes)
 
@@ -311,43 +300,30 @@ class TestSocket(SocketTest):
         self.assertEqual([2], codes)
 
     def test_any_bytes(self) -> None:
-        """After 10,000 messages of any form to both sockets others are still told and answered."""
-        draw, words = random.Random(56), ("--follow", "--interval", "0.01")
+        """After 10,000 messages of any form others are still told."""
+        draw = random.Random(56)
 
         def part() -> bytes:
             size = draw.choice((0, 1, 7, 8, 8, 9, 300))
             return draw.choice((b"\xff" * size, bytes(size), b"\1" * size, draw.randbytes(size)))
 
-        with self.running(*words, "--replay-endpoint", self.replay) as codes:
+        with self.running("--follow", "--interval", "0.01") as codes:
             first = self.socket(self.zmq.SUB, self.out)
             first.subscribe(b"")
             self.received(first, 0)
-            peers = [self.socket(self.zmq.DEALER, self.replay) for _ in range(4)]
-            peers += [self.socket(self.zmq.XSUB, self.out) for _ in range(4)]
-            for one in peers:
-                one.setsockopt(self.zmq.SNDTIMEO, PATIENCE_MS)
-            peers[0].send_multipart((b"", b"\xff" * 8))
-            self.assertEqual([b"", b"", b"\xff" * 8, b""], peers[0].recv_multipart())
+            peers = [self.socket(self.zmq.XSUB, self.out) for _ in range(4)]
             for number in range(10_000):
-                peer = peers[number % 8]
+                peer = peers[number % 4]
+                peer.setsockopt(self.zmq.SNDTIMEO, PATIENCE_MS)
                 if number % 3:
                     peer.send_multipart([part() for _ in range(draw.randrange(1, 5))])
-                else:  # as a router's, but for the number or the topic
-                    peer.send_multipart([b"", part()] if number % 8 < 4 else [b"\1" + part()])
+                else:  # as a router's, but for the topic
+                    peer.send_multipart([b"\1" + part()])
                 while peer.poll(0):
                     peer.recv_multipart()
                 if number % 500 == 499:  # one goes, with what it was sent
                     peer.close(linger=0)
-                    kind, where = (
-                        (self.zmq.DEALER, self.replay)
-                        if number % 8 < 4
-                        else (self.zmq.XSUB, self.out)
-                    )
-                    peers[number % 8] = self.socket(kind, where)
-            asker = self.socket(self.zmq.DEALER, self.replay)
-            asker.send_multipart((b"", bytes(8)))
-            self.assertEqual(b"", asker.recv())
-            self.received(asker, 0)
+                    peers[number % 4] = self.socket(self.zmq.XSUB, self.out)
             self.put("qwen", 2, torch.bfloat16)
             until(lambda: KEYS[1] in [event.hex() for event in self.stored(first)])
             shutil.rmtree(self.root)
@@ -358,47 +334,11 @@ class TestSocket(SocketTest):
         return [key for event in events for key in event.get("block_hashes", ())]
 
     @pytest.mark.thorough
-    def test_greedy_peer(self) -> None:
-        """A peer that asks and does not read is given up with a line; others are answered."""
-        ticks = itertools.count()
-        big = {"type": "BlockStored", "block_hashes": [bytes(100_000)]}
-        out = EventSocket(
-            self.out,
-            replay_endpoint=self.replay,
-            linger_s=0,
-            clock=lambda: next(ticks) / 100,
-        )
-        reader, asker = (
-            self.socket(self.zmq.SUB, self.out),
-            self.socket(self.zmq.DEALER, self.replay),
-        )
-        reader.subscribe(b"")
-        greedy = self.context.socket(self.zmq.DEALER)
-        greedy.set_hwm(1)
-        self.addCleanup(greedy.close, linger=0)
-        with self.assertLogs("vua.cli.events", "WARNING") as logged, out:
-            for _ in range(1000):  # 100 MB, of which 64 MiB are kept
-                out.publish([big])
-                reader.recv_multipart()
-            before = resident_nbytes()
-            greedy.connect(self.replay)
-            for _ in range(30):
-                with contextlib.suppress(self.zmq.Again):
-                    greedy.send_multipart((b"", bytes(8)), self.zmq.DONTWAIT)
-                out.wait(0.1)
-            self.assertLess(resident_nbytes() - before, 48 << 20)
-            until(lambda: out.wait(0.1) or logged.output)
-            asker.send_multipart((b"", (999).to_bytes(8, "big")))
-            until(lambda: out.wait(0.1) or asker.poll(1))
-            self.assertEqual((999).to_bytes(8, "big"), asker.recv_multipart()[2])
-        self.assertIn("does not read", "".join(logged.output))
-
-    @pytest.mark.thorough
     def test_slow_subscriber(self) -> None:
         """One that does not read is waited for once, and misses batches; others get them all."""
-        ticks = itertools.count()
         big = {"type": "BlockStored", "block_hashes": [bytes(100_000)]}
-        out = EventSocket(self.out, linger_s=0, clock=lambda: next(ticks) / 10)
+        self.enterContext(mock.patch("vua.cli.events._PATIENCE_MS", 1000))
+        out = EventSocket(self.out, linger_s=0)
         slow = self.context.socket(self.zmq.SUB)
         slow.set_hwm(1)
         slow.connect(self.out)
