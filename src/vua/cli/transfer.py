@@ -15,16 +15,14 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import itertools
 import os
 import re
 import secrets
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any, BinaryIO, Final, cast
 
 import numpy as np
@@ -32,13 +30,11 @@ import numpy as np
 from vua.capacity.spaces import Show
 from vua.catalog.archive import Member, Reader, Writer, file_sizes
 from vua.catalog.base import NamespaceCatalog, resolve
-from vua.catalog.check import NO_KEYS, Checker, ExpectedEntry, OpenFile, check_open
+from vua.catalog.check import Checker, ExpectedEntry, OpenFile, check_open
 from vua.catalog.contents import SHORT
 from vua.catalog.opening import open_catalog
-from vua.catalog.prefix import prompt_keys
 from vua.cli.command import argument, as_owner, command, option
 from vua.cli.output import DAMAGED, SOUND, Output, Report, line, plain, progress
-from vua.cli.prompt import read_prompts
 from vua.errors import (
     ConfigError,
     EntryError,
@@ -50,13 +46,12 @@ from vua.format.keys import ChunkKey
 from vua.format.layout import Shard, payload_map
 from vua.io.files import make_file
 from vua.io.words import counted, size
-from vua.security.settings import Security
 from vua.storage.base import entry_name
 from vua.storage.description import DESCRIPTION, MAX_DESCRIPTION_NBYTES, parse_description
 from vua.storage.location import Location
 from vua.storage.names import AFTER, SUFFIX, chunk_path
 from vua.store.evidence import stored_header
-from vua.store.place import create_namespace, open_namespace
+from vua.store.place import create_namespace
 from vua.store.store import Store
 from vua.store.writer import EntryWriter
 
@@ -81,31 +76,30 @@ class _ExportCounts:
 @argument("file", "archive to write; - stdout", metavar="FILE")
 @argument("names", "6 or more hex digits of a name", metavar="[NAME]...", nargs=-1)
 @option("--following", "also what follows these chunks")
-@option("--tokens FILE", "what is stored of these token ids")
-@option("--prompt FILE", "what is stored of this text or JSON requests")
-@option("--model MODELDIR", "for the tokenizer of --prompt")
-@option("--salt S", "the requests' cache salt", default="")
 @option("--all", "everything", name="everything")
 def export(
-    directory: str, file: str, *, security: Security = NO_KEYS, output: Output, **chosen: Any
+    directory: str,
+    file: str,
+    names: Sequence[str] = (),
+    *,
+    following: bool = False,
+    everything: bool = False,
+    output: Output,
 ) -> Report:
     """Write the chosen prefixes to ``file`` (``-``: stdout); exit status 1 if some was damaged.
 
-    ``chosen`` are the options. A file appears under its name when it is complete, and never
-    replaces another one. Raises ConfigError, InputError, OSError.
+    A file appears under its name when it is complete, and never replaces another one. Raises
+    ConfigError, OSError.
     """
-    choice = SimpleNamespace(security=security, **chosen)
-    if bool(choice.names) + bool(choice.tokens or choice.prompt) + choice.everything != 1:
-        raise ConfigError(
-            "choose what to export: names, or a prompt (--tokens, --prompt), or --all"
-        )
+    if everything == bool(names):
+        raise ConfigError("choose what to export: names, or --all")
     if file == "-" and output.is_json:
         raise ConfigError("the archive goes to stdout, and so would --json; name a file")
     done, catalog = _ExportCounts(), open_catalog(directory)
     with progress() as show, catalog.namespaces(show) as (found, _):
-        wanted = _chosen(found, choice, show)
+        wanted = _chosen(found, names, show, following=following)
         if not any(wanted.values()):
-            raise ConfigError("nothing of that is stored; see `vua explain`")
+            raise ConfigError("nothing is stored")
         with _created(file) as stream:
             _write(wanted, Writer(stream), done, show)
 
@@ -120,23 +114,11 @@ def export(
 
 
 def _chosen(
-    found: Sequence[NamespaceCatalog], choice: SimpleNamespace, show: Show
+    found: Sequence[NamespaceCatalog], names: Sequence[str], show: Show, *, following: bool
 ) -> dict[NamespaceCatalog, list[str]]:
     """Return the chunks of each namespace, parents before children, each once."""
     wanted: dict[NamespaceCatalog, dict[str, None]] = {}
-    if choice.tokens or choice.prompt:
-        prompts = read_prompts(choice.tokens, choice.prompt, choice.model)
-        for source in found:
-            security = replace(choice.security, trusted_uids="any")  # names are all it reads
-            namespace = open_namespace(source.description.path, security=security)
-            if namespace is not None:
-                chunks = wanted.setdefault(source, {})
-                for prompt in prompts:
-                    keys, _ = prompt_keys(namespace, prompt.ids, choice.salt or prompt.salt)
-                    names = (keys[place].name for place in range(len(keys)))
-                    chunks.update(dict.fromkeys(itertools.takewhile(source.matching, names)))
-        return {source: list(chunks) for source, chunks in wanted.items()}
-    targets = [resolve(found, name) for name in choice.names] or [(one, "") for one in found]
+    targets = [resolve(found, name) for name in names] or [(one, "") for one in found]
     for source, chunk in targets:
         chunks = wanted.setdefault(source, {})
         if not chunk:
@@ -144,7 +126,7 @@ def _chosen(
             continue
         prefix = [*source.ancestors(chunk)][::-1]
         chunks.update(dict.fromkeys(prefix))
-        if choice.following:
+        if following:
             chunks.update(dict.fromkeys(source.listing(show).below(chunk)))
     return {source: list(chunks) for source, chunks in wanted.items()}
 

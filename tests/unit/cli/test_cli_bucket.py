@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import json
 import logging
 import time
 from unittest import mock
@@ -45,14 +44,6 @@ class BucketCliTest(DirectoryTest):
 
     def entries(self) -> list[str]:
         return sorted(one.key for one in self.bucket.walk() if one.key.endswith(".safetensors"))
-
-    def damage(self) -> str:
-        """Flip a bit of one entry; return its key."""
-        key = self.entries()[0]
-        data = bytearray(self.bucket.get(key)[1])
-        data[-1] ^= 1
-        self.bucket.put(key, bytes(data))
-        return key
 
     def test_doctor(self) -> None:
         """It tries a server out, leaves nothing behind, and shows a rule."""
@@ -182,16 +173,6 @@ class BucketCliTest(DirectoryTest):
             self.assertFalse(store.capacity.pin("0" * 64))
         self.assertRegex(" ".join(said.output), "(?s)vua ttl.*vua pin")
 
-    def test_pin_refused(self) -> None:
-        """Without the mark of a cache nothing is written; a namespace cannot be pinned."""
-        chunk = self.chunks("llama")[0]
-        space = self.entries()[0].split("/")[0]
-        for words in ([self.url, space], [self.url, "0123456789ab"], [self.url, "--remove"]):
-            self.assertEqual(2, run("pin", *words)[0], words)
-        self.bucket.delete(["vua.json"])
-        self.assertEqual(2, run("pin", self.url, chunk)[0])
-        self.assertFalse([one for one in self.bucket.walk() if "/pin-" in one.key])
-
     def test_ttl(self) -> None:
         """It lies in `bounds.json`, and `gc` keeps to it; what is pinned is renewed instead."""
         self.assertIsNone(run_json("ttl", self.url)[1]["ttl_s"])
@@ -231,42 +212,6 @@ class BucketCliTest(DirectoryTest):
         self.assertEqual(0, run("export", str(there), str(again), "--all")[0])
         code, report = run_json("import", self.url, str(again))
         self.assertEqual((0, 0, 4), (code, report["written"], report["present"]))
-
-    def test_export_a_part(self) -> None:
-        """A chunk goes with its prefix, a prompt as far as it is stored, nothing damaged."""
-        _, second, third = self.chunks("llama")
-        for number, (words, chunks) in enumerate(
-            (([second], 2), ([second, "--following"], 3), ([third], 3))
-        ):
-            file = self.root / f"{number}.tar"
-            code, report = run_json("export", self.url, str(file), *words)
-            self.assertEqual((0, chunks), (code, report["chunks"]), words)
-        tokens = self.root / "tokens"
-        tokens.write_text(json.dumps(TOKENS.tolist()))
-        code, report = run_json("export", self.url, f"{self.root}/p", "--tokens", str(tokens))
-        self.assertEqual((0, 4), (code, report["chunks"]))
-        self.damage()
-        code, report = run_json("export", self.url, f"{self.root}/d", "--all")
-        self.assertEqual((1, 1), (code, len(report["problems"])))
-        self.assertLess(report["chunks"], 4)
-
-    def test_top(self) -> None:
-        """What is new and gone between two looks is counted, and what the looks cost."""
-
-        def traffic(_: float) -> None:
-            self.put("qwen", 1, first=1000)
-            self.bucket.delete([key for key in self.entries() if key.endswith(".safetensors")][:1])
-
-        with mock.patch("vua.cli.looks.time.sleep", side_effect=traffic):
-            code, report = run_json("top", self.url, "--once")
-        rows, seconds = report["namespaces"], report["seconds"]
-        self.assertEqual((0, 4), (code, report["chunks"]))
-        counts = [sum(round(one[name] * seconds) for one in rows)
-                  for name in ("new_per_s", "gone_per_s")]  # fmt: skip
-        self.assertEqual([1, 1], counts)
-        self.assertGreater(report["requests"]["list"], 0)
-        code, out, _ = run("top", self.url, "--once", "--interval", "0.01")
-        self.assertIn("requests:", out)
 
 
 @pytest.mark.thorough

@@ -15,12 +15,10 @@ from forgery import forged
 from helpers import flip
 from seals import ALICE, CHUNKS, KINDS, LONG, SMALL, WIDE, KeysTest
 from vua.format.entry import AUTHENTIC, ENCRYPTED, SealInfo
-from vua.format.identity import Identity
 from vua.format.layout import KVLayout, Shard
 from vua.format.parse import codec_of, parse_entry
 from vua.security.keyring import KnownKeys
 from vua.security.settings import Security
-from vua.store.namespace import Namespace
 
 
 class TestVerify(KeysTest):
@@ -208,55 +206,19 @@ class TestExplain(KeysTest):
 
 
 class TestTransfer(KeysTest):
-    """`vua export` with keys, and sealed files in archives."""
-
-    def export(self, *arguments: str | Path) -> tuple[int, str]:
-        """Export the prompt; return exit code and what went to stderr."""
-        self.archive = self.root / "archive.tar"
-        self.archive.unlink(missing_ok=True)
-        code, _, err = run("export", self.cache, self.archive, *arguments)
-        return code, err
-
-    def test_prompt(self) -> None:
-        """What is sealed is found with its key, exported as it is, and can be read elsewhere."""
-        there = self.root / "there"
-        security = self.security(encrypt=True)
-        for salt in (b"", ALICE):
-            store = self.store(WIDE, security)
-            keys, model = self.save(store, salt)
-            asked = ("--tokens", self.tokens(WIDE), "--salt", salt.decode())
-            self.assertEqual((0, ""), self.export(*asked, *self.given, "--encrypt"))
-            self.assertEqual(0, run("import", there, self.archive)[0])
-            found = {path.name for path in there.glob("*/??/*")}
-            self.assertLessEqual({keys[place].name for place in range(CHUNKS)}, found)
-            identity = Identity(model=str(WIDE), chunk_tokens=WIDE.chunk_tokens)
-            taken = Namespace.create(there, identity, [WIDE], security=security).stores[0]
-            self.addCleanup(taken.close)
-            self.assertEqual(CHUNKS, self.load(taken, keys, model).chunks)
-            for other in ((), ("--key-file", self.wrong)):
-                code, err = self.export(*asked, *other)
-                self.assertEqual(2, code)
-                self.assertIn("nothing of that is stored", err)
+    """Sealed files in archives."""
 
     def test_everything(self) -> None:
         """Of either kind whole directories move without any key."""
         store = self.store(WIDE)
         self.save(store)
         self.save(store, ALICE)
-        self.assertEqual((0, ""), self.export("--all"))
-        there = self.root / "there"
-        self.assertEqual(0, run("import", there, self.archive)[0])
+        archive, there = self.root / "archive.tar", self.root / "there"
+        self.assertEqual(0, run("export", self.cache, archive, "--all")[0])
+        self.assertEqual(0, run("import", there, archive)[0])
         moved = {path.relative_to(there): path.read_bytes() for path in there.glob("*/??/*/*")}
         here = {path.relative_to(self.cache): data for path, data in self.entries().items()}
         self.assertEqual((2 * CHUNKS, here), (len(moved), moved))
-
-    def test_no_key(self) -> None:
-        """A salt without a key is told."""
-        self.save(self.store(), ALICE)
-        self.key_of(ALICE).unlink()
-        code, err = self.export("--tokens", self.tokens(), "--salt", "alice", *self.given)
-        self.assertEqual(2, code)
-        self.assertIn("no key for this salt", err)
 
 
 class TestPackage(KeysTest):
@@ -270,7 +232,6 @@ class TestPackage(KeysTest):
                 ("verify", self.cache),
                 ("gc", self.cache, "--lost-keys"),
                 ("explain", self.cache, "--tokens", self.tokens()),
-                ("export", self.cache, self.root / "x.tar", "--tokens", self.tokens()),
             ):
                 for given in (("--key-file", self.key), ("--tenant-keys", self.keys)):
                     code, out, err = run(*words, *given)

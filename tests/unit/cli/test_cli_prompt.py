@@ -80,10 +80,6 @@ class PromptTest(DirectoryTest):
         no_second = {"prompt": f"<s>{text}", "add_special_tokens": False}
         self.assertEqual((12, 12), self.found(no_second))
         self.assertEqual((13, 0), self.found({"prompt": f"<s>{text}"}))  # vLLM gives it two
-        out = self.root / "x.tar"
-        file = self.file(f"<s>{text}")
-        words = ("--prompt", file, "--model", self.model)
-        self.assertEqual(3, run_json("export", self.cache, out, *words)[1]["chunks"])
 
     @pytest.mark.thorough
     @unittest.skipUnless(find_spec("transformers"), "needs transformers")
@@ -112,8 +108,6 @@ class PromptTest(DirectoryTest):
         code, out, _ = run("explain", self.cache, *words)
         self.assertEqual(0, code)
         self.assertRegex(out, "(?s)^line 1: .*\nline 2: ")
-        report = run_json("export", self.cache, self.root / "x.tar", *words)[1]
-        self.assertEqual(2, report["chunks"])
 
     def test_unknown(self) -> None:
         """What may change a prompt and is not known is refused in one line, which names it."""
@@ -135,11 +129,8 @@ class PromptTest(DirectoryTest):
         ):
             with self.subTest(content if len(str(content)) < 100 else "deep", name=name):
                 file = self.file(content, name)
-                for command in (("explain",), ("export", self.root / "x.tar")):
-                    code, out, err = run(
-                        *(command[0], self.cache, *command[1:]),
-                        *("--prompt", file, "--model", self.model),
-                    )
-                    self.assertEqual((2, "", 1), (code, out, len(err.splitlines())))
-                    self.assertIn(expected, err)
+                words = ("--prompt", file, "--model", self.model)
+                code, out, err = run("explain", self.cache, *words)
+                self.assertEqual((2, "", 1), (code, out, len(err.splitlines())))
+                self.assertIn(expected, err)
         self.assertEqual((2, 0), self.found("{w1"))  # a text, if a strange one

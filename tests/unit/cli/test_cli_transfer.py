@@ -117,14 +117,6 @@ class TestRoundTrip(TransferTest):
             self.file.unlink(missing_ok=True)
             code, report = run_json("export", self.here, self.file, *arguments)
             self.assertEqual((0, expected), (code, report["chunks"]), arguments)
-        asked = self.root / "tokens.json"
-        asked.write_text(json.dumps([*TRUNK[:12], 99, 99, 99, 99]))
-        self.file.unlink()
-        code, report = run_json("export", self.here, self.file, "--tokens", asked)
-        self.assertEqual((0, 3), (code, report["chunks"]))
-        self.assertEqual(0, run("import", self.there, self.file)[0])
-        with VUA(CONFIG, self.there) as vua:
-            self.assertEqual(12, vua.get_closest(torch.tensor(TRUNK)).num_tokens)
 
     def test_extras(self) -> None:
         """A chunk with an image in mid-prompt knows its prefix on the other side too."""
