@@ -69,7 +69,6 @@ TOOLS = {
     "ls": ["ls"],
     "ls --long": ["ls", "--long"],
     "ls --long --json": ["ls", "--long", "--json"],
-    "ls --sort prompt": ["ls", "--sort", "prompt"],
     "top": ["top", "--once", "--interval", "0.1"],
     "gc": ["gc", "--yes"],
     "gc --max-per-salt": ["gc", "--yes", "--max-per-salt", "1T"],

@@ -20,19 +20,19 @@ from vua.core import VUA, VUAConfig
 TOKENS = torch.arange(500, 512)
 PAGE = ROOT / "docs" / "commands.md"
 COMMANDS: list[list[str]] = [
-    ["ls", "PLACE"], ["ls", "PLACE", "-l"], ["ls", "PLACE", "-l", "--sort", "prompt"],
+    ["ls", "PLACE"], ["ls", "PLACE", "-l"],
     ["ls", "PLACE", "--sort", "newest"], ["du", "PLACE"], ["du", "PLACE", "--quick"],
     ["verify", "PLACE"], ["verify", "PLACE", "--sample", "10%"],
     ["top", "PLACE", "--once", "--interval", "0.01"], ["doctor", "PLACE"],
     ["explain", "PLACE", "--tokens", "TOKENS"],
     ["explain", "PLACE", "--tokens", "TOKENS", "--quick"], ["events", "PLACE"],
-    ["inspect", "PLACE", "abcdef"], ["export", "PLACE", "TAR", "--all"],
-    ["export", "PLACE", "TAR", "--tokens", "TOKENS"], ["import", "PLACE", "TOKENS"],
+    ["inspect", "PLACE"], ["export", "PLACE", "TAR", "--all"],
+    ["import", "PLACE", "TOKENS"],
     ["ttl", "PLACE"], ["ttl", "PLACE", "1d"], ["pin", "PLACE"], ["gc", "PLACE", "--dry-run"],
     ["gc", "PLACE", "--quick"], ["gc", "PLACE", "--max-bytes", "1G"],
     ["gc", "PLACE", "--ttl", "1h"], ["gc", "PLACE"], ["verify", "PLACE", "--repair"],
     ["rm", "PLACE", "--all", "--dry-run"], ["rm", "PLACE", "abcdef"],
-    ["rm", "PLACE", "--all", "--yes"], ["args", "vllm", "PLACE"], ["completion", "bash"],
+    ["rm", "PLACE", "--all", "--yes"], ["args", "vllm", "PLACE"],
     ["identify", "PLACE"], ["key", "KEY"], ["warm", "TOKENS", "--server", "http://127.0.0.1:9"],
 ]  # fmt: skip
 """Every command in one or several forms, but for `ui`, which goes on."""

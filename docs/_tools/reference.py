@@ -40,7 +40,7 @@ INSTALL = {
 INSTALLED = re.compile(
     r"(pip install )(?:'(?:\.|vua)(\[[\w,-]+\])'|(?:\.|vua)(?=[\s`;]|$))", re.MULTILINE
 )
-ONCE = frozenset({"--help", "--json", "--quiet", "--key-file", "--tenant-keys", "--encrypt"})
+ONCE = frozenset({"--help", "--json", "--key-file", "--tenant-keys", "--encrypt"})
 """Options that commands.md explains once."""
 OPEN, CLOSE = "<!-- generated: {} -->", "<!-- /generated -->"
 REGION = re.compile(r"<!-- generated: ([\w-]+) -->\n(.*?)<!-- /generated -->", re.DOTALL)

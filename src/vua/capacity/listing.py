@@ -79,16 +79,6 @@ _WALKS: Final = (
     ("found", "before = '' AND incomplete IS NULL", "incomplete IS NULL"),
     ("rooted", "before = '' OR name IN (SELECT name FROM orphans)", "1"),
 )
-_PROMPTS: Final = """
-    WITH RECURSIVE below (depth, name, nbytes) AS (
-        SELECT 0, name, nbytes FROM chunks WHERE before = ''
-        UNION ALL
-        SELECT depth + 1, chunks.name, chunks.nbytes
-        FROM below CROSS JOIN chunks ON before = below.name
-        ORDER BY 1 DESC, 2
-    ) SELECT * FROM below
-"""
-"""The deepest that is known comes next, so that each prompt is followed to its end."""
 _BELOW: Final = """
     WITH RECURSIVE below (name, depth) AS (
         SELECT name, 0 FROM chunks WHERE name = :start
@@ -429,17 +419,6 @@ class Listing:
         """Yield all chunks whose whole prefix is stored, parents before children."""
         for (name,) in self._ask("SELECT name FROM reached ORDER BY depth, name"):
             yield name
-
-    def prompts(self) -> Iterator[tuple[int | None, str, int]]:
-        """Yield chunks prompt by prompt: how many precede each, its name, its bytes.
-
-        What no lookup reaches comes last, with None.
-        """
-        yield from self._ask(_PROMPTS)
-        yield from self._ask(
-            "SELECT NULL, name, nbytes FROM chunks "
-            "WHERE name NOT IN (SELECT name FROM reached) ORDER BY name"
-        )
 
     def salts_over(self, most: int) -> list[tuple[str, int]]:
         """Return the digests of salts whose chunks have more than ``most`` bytes, with these.

@@ -321,11 +321,6 @@ class Catalog(ABC):
         """Requests that this process sent, by kind; empty for a directory."""
         return {}
 
-    def monthly_dollars(self, nbytes: int) -> float | None:
-        """Return the cost of so many bytes per month; None if they are free."""
-        del nbytes
-        return None
-
     @abstractmethod
     def is_local(self) -> bool:
         """Whether only this machine reaches the cache; False when in doubt."""

@@ -43,7 +43,6 @@ from vua.format.parse import EntryInfo, parse_entry
 from vua.security.settings import Security
 from vua.storage.base import Storage, parse_name
 from vua.storage.bucket import Bucket
-from vua.storage.bucket_cost import DOLLARS_PER_GB_MONTH
 from vua.storage.bucket_mark import (
     bucket_contents,
     claim_bucket,
@@ -77,7 +76,6 @@ _SMALL: Final = 64
 many as the others."""
 _SMALL_NBYTES: Final = 1 << 20
 _LOOK_S: Final = 60.0
-_GB: Final = 10**9
 _OURS: Final = b'{\n "format": "vua.'
 
 
@@ -196,9 +194,6 @@ class BucketCatalog(ListedCatalog[BucketNamespace]):
     @property
     def counts(self) -> Mapping[str, int]:
         return self.root.bucket.counts
-
-    def monthly_dollars(self, nbytes: int) -> float:
-        return round(nbytes / _GB * DOLLARS_PER_GB_MONTH, 6)
 
     # -- what lies in it --------------------------------------------------------------------------
 

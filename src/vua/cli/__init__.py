@@ -2,8 +2,7 @@
 
 Every command may run while other processes read and write the cache. Only `gc`, `rm`, `pin`, `ttl`,
 `import` and `verify --repair` change it (`doctor` makes a temporary directory);
-`key` makes key files. `docs/commands.md` documents exit codes and `--json`. With VUA_PATH in the
-environment the directory may be left out.
+`key` makes key files. `docs/commands.md` documents exit codes and `--json`.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""`vua args`, `identify` and `completion`: what engines and shells are prepared with.
+"""`vua args` and `identify`: what engines are prepared with.
 
 Each argument of an engine is one word of a shell, so that `engine $(vua args sglang /mnt/kv)`
 works: what a shell would split or expand is escaped in JSON.
@@ -9,38 +9,20 @@ from __future__ import annotations
 import json
 import os
 import re
-import sys
 from collections.abc import Mapping
 from pathlib import Path
 from shlex import quote
 from typing import Final
 
 import click
-from click.shell_completion import get_completion_class
 
 from vua.cli.command import argument, command, option
 from vua.cli.output import Report
-from vua.cli.root import vua
 from vua.connector.config import VLLM_TRANSFER, sglang_arguments
-from vua.errors import ConfigError, StorageError
+from vua.errors import ConfigError
 from vua.io.files import make_folders
-from vua.security.settings import Security
 from vua.storage.location import directory_of, is_url
-from vua.storage.mark import check_start
 from vua.weights import write_note
-
-SHELLS: Final = ("bash", "zsh", "fish")
-
-
-@command("completion", takes_directory=False)
-@argument("shell", "bash, zsh or fish", metavar="SHELL", type=click.Choice(SHELLS))
-def completion(shell: str) -> Report:
-    """Return the script for one of SHELLS; it asks `vua` itself for completions."""
-    kind = get_completion_class(shell)
-    if kind is None:
-        raise ConfigError(f"{shell} is not known to the package click")
-    code = kind(vua, {}, "vua", "_VUA_COMPLETE").source()
-    return Report(code, shell=shell, code=code)
 
 
 @command("identify", takes_directory=False)
@@ -144,28 +126,13 @@ def _docker(path: str) -> tuple[str, ...]:
     )
 
 
-def _warn(path: str) -> None:
-    """Say now what the engine would say after it has loaded a model.
-
-    It may start as another user or on another host, so the arguments are printed, too.
-    """
-    try:
-        check_start(path, Security())
-    except (ConfigError, StorageError) as problem:
-        text = problem.strerror if isinstance(problem, StorageError) else problem
-        print(f"vua args: an engine of this user does not start here: {text}", file=sys.stderr)
-
-
 @command("args", takes_directory=False)
 @argument("engine", "vllm, sglang, lmcache or docker", metavar="ENGINE", type=click.Choice(ENGINES))
 @argument("path", "directory of the cache, or URL", metavar="PATH")
 @option("--plain-engines", "lmcache: your word that engines only run their files")
 def arguments_of(engine: str, path: str, *, plain_engines: bool = False) -> Report:
     """Return the arguments. Raises ConfigError where they cannot be given."""
-    where = path
-    if not is_url(path):
-        where = os.path.abspath(path)  # noqa: PTH100 - links stay
-        _warn(where)
+    where = path if is_url(path) else os.path.abspath(path)  # noqa: PTH100 - links stay
     if engine == "lmcache":
         words = _lmcache(where, plain_engines=plain_engines)
     else:

@@ -17,11 +17,11 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import math
 import os
-import re
 import stat
 import sys
-from collections.abc import Callable, Iterator, MutableMapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext, suppress
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeVar
@@ -141,17 +141,14 @@ GROUPS: Final[dict[str, dict[str, Entry]]] = {
         "args": Entry("args", "print an engine's arguments for a cache directory"),
         "key": Entry("prompt", "make a key file, or check an existing one"),
         "identify": Entry("args", "digest a model's weights once for all that start it"),
-        "completion": Entry("args", "print a shell's completion script"),
     },
 }
 """All commands as `vua --help` lists them."""
 ENTRIES: Final = {name: entry for group in GROUPS.values() for name, entry in group.items()}
 COMMANDS: Final[dict[str, click.Command]] = {}
 """Commands of imported modules, by name."""
-_NAME: Final = re.compile("[0-9a-f]{6,64}")
-_NUMBER: Final = re.compile(r"[0-9.e+]+[smhdw]?|inf|nan", re.IGNORECASE)
 EXAMPLES: Final[dict[str, tuple[str, ...]]] = {
-    "ls": ("vua ls /mnt/kv --sort size", "vua ls /mnt/kv --model qwen --sort prompt"),
+    "ls": ("vua ls /mnt/kv --sort size", "vua ls /mnt/kv --model qwen --long"),
     "inspect": ("vua inspect /mnt/kv/1cbb*/4f/4f90*/*.safetensors",),
     "verify": ("vua verify /mnt/kv --repair", "vua verify s3://bucket/kv --sample 10%"),
     "top": ("vua top /mnt/kv --interval 10s",),
@@ -164,13 +161,12 @@ EXAMPLES: Final[dict[str, tuple[str, ...]]] = {
     "ttl": ("vua ttl /mnt/kv 30d",),
     "rm": ("vua rm /mnt/kv 1cbbd9 --dry-run", "vua rm /mnt/kv --all"),
     "pin": ("vua pin /mnt/kv 4f90a1", "vua pin /mnt/kv"),
-    "export": ("vua export /mnt/kv docs.tar --prompt manual.txt --model MODELDIR",),
+    "export": ("vua export /mnt/kv docs.tar 4f90a1 --following",),
     "import": ("vua import /mnt/kv docs.tar",),
     "warm": ("vua warm chats.jsonl --server http://127.0.0.1:8000",),
     "args": ("python -m sglang.launch_server --model-path M $(vua args sglang /mnt/kv)",),
     "identify": ("vua identify /models/llama",),
     "key": ("vua key own.key", "vua key keys --salt tenant-a"),
-    "completion": ('eval "$(vua completion bash)"',),
 }
 """Lines to begin with; a test parses them."""
 _UNITS_S: Final = {"s": 1, "m": 60, "h": 3600, "d": 86400, "w": 604800}
@@ -237,19 +233,19 @@ def command(
         takes, text = inspect.signature(work).parameters, ENTRIES[name].text
         params, keys = _params(work), _params(_security) if "security" in takes else []
         if takes_directory:
-            text_ = "directory of the cache, or URL"
-            params.insert(0, _Argument(["directory"], metavar="DIR", text=text_))
+            told = "directory of the cache, or URL"
+            where = _Argument(["directory"], metavar="DIR", envvar=VARIABLE, text=told)
+            params.insert(0, where)
 
         @option("--json", "print JSON for other programs", name="as_json")
-        @option("-q --quiet", "print errors alone")
-        def run(*, as_json: bool, quiet: bool, **options: Any) -> int:
+        def run(*, as_json: bool, **options: Any) -> int:
             import logging  # noqa: PLC0415 - help goes without
 
             from vua.storage.location import is_url  # noqa: PLC0415 - likewise
             from vua.storage.mark import check_root  # noqa: PLC0415 - likewise
 
             logging.getLogger("vua").addHandler(logging.NullHandler())  # the report says it all
-            output = Output("json" if as_json else "quiet" if quiet else "person")
+            output = Output(is_json=as_json)
             with interrupts:
                 if is_url(options.get("directory")):
                     interrupts.insist()
@@ -264,10 +260,9 @@ def command(
                     found = work(**options)
                     return output.show(found) if isinstance(found, Report) else found
 
-        kind = _OfDirectory if takes_directory else _Command
         sentence = f"{text[:1].upper()}{text[1:]}."
         params += [*keys, *_params(run)]
-        made = kind(name, params=params, callback=run, help=sentence, short_help=text)
+        made = _Command(name, params=params, callback=run, help=sentence, short_help=text)
         COMMANDS[name] = with_help(made)
         return work
 
@@ -313,35 +308,6 @@ class _Command(click.Command):
                 formatter.write(f"{'':{formatter.current_indent}}{one}\n")
 
 
-class _OfDirectory(_Command):
-    """A command whose words begin with a directory, which VUA_PATH may name instead.
-
-    A first word that looks like the next argument is taken as that: hex digits of a name, a time.
-    (A directory of such a name is written ``./NAME``.) Without VUA_PATH the first word is the
-    directory.
-    """
-
-    def make_context(
-        self, info_name: str | None, args: list[str], parent: click.Context | None = None,
-        **extra: Any,
-    ) -> click.Context:  # fmt: skip
-        home = os.environ.get(VARIABLE, "")
-        with suppress(click.UsageError) if home else nullcontext():
-            context = super().make_context(info_name, [*args], parent, **extra)
-            if not home or not _is_left_out(context.params):
-                return context
-        return super().make_context(info_name, [home, *args], parent, **extra)
-
-
-def _is_left_out(params: MutableMapping[str, Any]) -> bool:
-    if "seconds" in params:
-        return params["seconds"] is None and bool(_NUMBER.fullmatch(params["directory"] or ""))
-    if "names" in params:
-        first = params["file"] if "file" in params else params["directory"]
-        return bool(_NAME.fullmatch(first or ""))
-    return False
-
-
 # -- values ---------------------------------------------------------------------------------------
 
 
@@ -354,12 +320,11 @@ def duration_s(text: str) -> float:
     5400.0
     """
     unit = text[-1:].lower()
-    try:
-        return float(text[:-1]) * _UNITS_S[unit] if unit in _UNITS_S else float(text)
-    except ValueError:
-        raise click.BadParameter(
-            f"{text!r:.40} is not a duration; give seconds, or 30m, 12h, 1d, 2w"
-        ) from None
+    with suppress(ValueError):
+        seconds = float(text[:-1]) * _UNITS_S[unit] if unit in _UNITS_S else float(text)
+        if 0 <= seconds < math.inf:
+            return seconds
+    raise click.BadParameter(f"{text!r:.40} is not a duration; give seconds, or 30m, 12h, 1d, 2w")
 
 
 def lifetime_s(text: str) -> float:
@@ -370,17 +335,6 @@ def lifetime_s(text: str) -> float:
             f"{text!r:.40} has no unit: give {text}s, {text}m, {text}h or {text}d"
         )
     return seconds
-
-
-def duration(seconds: float) -> str:
-    """Return the text for which :func:`duration_s` returns these seconds, in the largest unit.
-
-    >>> duration(86400), duration(5400), duration(0.5)
-    ('1d', '90m', '0.5s')
-    """
-    units = [unit for unit, length_s in _UNITS_S.items() if seconds % length_s == 0 and unit != "w"]
-    unit = units[-1] if units else "s"
-    return f"{seconds / _UNITS_S[unit]:.15g}{unit}"
 
 
 def share(text: str) -> float:

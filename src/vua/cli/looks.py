@@ -31,19 +31,11 @@ from vua.cli.output import (
     requests_of,
     table,
 )
-from vua.errors import ConfigError, explaining
+from vua.errors import explaining
 from vua.io.words import about, counted, size
 
 _INTERVAL_S: Final = 2.0
 _WINDOWS_S: Final = (60, 3600, 86_400)
-
-
-def between_looks_s(given_s: float | None, catalog: Catalog, usual_s: float) -> float:
-    """Return the seconds between two looks. Raises ConfigError for an invalid ``given_s``."""
-    interval_s = given_s if given_s is not None else catalog.look_s or usual_s
-    if not interval_s > 0:
-        raise ConfigError(f"--interval must be a positive number of seconds, found {interval_s!r}")
-    return interval_s
 
 
 def _show(of: Mapping[str, Any], counts: Mapping[str, int], saved: Totals | None) -> None:
@@ -85,14 +77,14 @@ def top(
     Raises ConfigError, StorageError.
     """
     catalog = open_catalog(directory)
-    interval_s = between_looks_s(interval_s, catalog, _INTERVAL_S)
+    interval_s = interval_s or catalog.look_s or _INTERVAL_S
     with explaining(directory):
         before, began_s = _looks(catalog, {}), time.monotonic()
         while True:
             time.sleep(interval_s)
             now, now_s = _looks(catalog, before), time.monotonic()
             report = _compared(catalog, now, now_s - began_s)
-            if output.is_for_people and not once:
+            if not output.is_json and not once:
                 clear_screen()
             output.show(report)
             if once:

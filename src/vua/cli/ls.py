@@ -2,30 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from itertools import compress, groupby
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 import click
 
 from vua.capacity.saved import Totals, saved_today
 from vua.catalog.contents import SHORT, Content
-from vua.catalog.opening import open_catalog, open_contents
+from vua.catalog.opening import open_contents
 from vua.cli.command import command, option
 from vua.cli.output import Lazy, Report, line, print_strays, progress, table, when
 from vua.errors import ConfigError
 from vua.io.words import about, counted, size
 
-if TYPE_CHECKING:
-    from vua.capacity.listing import Listing
-
-SORTS: Final = ("name", "size", "newest", "prompt")
+SORTS: Final = ("name", "size", "newest")
 
 
 def _show(
-    directory: str, contents: Sequence[Content], prompts: Mapping[str, Listing], *,
-    long: bool, model: str | None, saved: Totals | None,
-) -> None:  # fmt: skip
+    directory: str,
+    contents: Sequence[Content],
+    *,
+    long: bool,
+    model: str | None,
+    saved: Totals | None,
+) -> None:
     if not contents:
         which = "" if model is None else f" of {model!r}; without --model all are listed"
         print(f"{directory}: no namespaces{which}")
@@ -49,7 +50,7 @@ def _show(
     if saved:
         print(f"today: {saved}")
     for one in contents if long else ():
-        _show_chunks(one, prompts.get(one.description.name))
+        _show_chunks(one)
 
 
 def _describe(content: Content, *, long: bool) -> dict[str, object]:
@@ -92,18 +93,13 @@ def _row(content: Content) -> list[object]:
     ]
 
 
-def _show_chunks(content: Content, listing: Listing | None) -> None:
+def _show_chunks(content: Content) -> None:
     print()
     line("", f"{content.description.path}  {content.description.model}".rstrip())
     if not content.entries:
         print("no chunks")
-        return
-    layout = content.description.layout
-    if listing is not None and layout is not None:
-        tokens = layout.chunk_tokens
-        table([" tokens to", "chunk", " size"], lambda: _in_prompts(listing, tokens))
-        return
-    table(["chunk", "shards", " size", "newest"], lambda: _rows(content))
+    else:
+        table(["chunk", "shards", " size", "newest"], lambda: _rows(content))
 
 
 def _rows(content: Content) -> Iterator[Sequence[object]]:
@@ -117,19 +113,12 @@ def _rows(content: Content) -> Iterator[Sequence[object]]:
         )
 
 
-def _in_prompts(listing: Listing, tokens: int) -> Iterator[Sequence[object]]:
-    """Yield a row for each chunk of ``tokens`` tokens; what no lookup reaches comes last."""
-    for before, name, nbytes in listing.prompts():
-        if nbytes:
-            yield "-" if before is None else (before + 1) * tokens, name, size(nbytes)
-
-
 @command("ls")
 @option("-l --long", "list every chunk")
 @option("--model TEXT", "only models whose name has this, or a namespace")
 @option(
     "--sort",
-    "the largest or newest first; chunks in the order of prompts; default by name",
+    "the largest or newest first; default by name",
     type=click.Choice(SORTS),
     default="name",
 )
@@ -144,14 +133,12 @@ def ls(
     exact: bool = False,
     key_file: str | None = None,
 ) -> Report:
-    """List the namespaces of a cache; ``sort`` is one of SORTS, "prompt" lists chunks.
+    """List the namespaces of a cache; ``sort`` is one of SORTS.
 
     Of a namespace of more than 20,000 chunks in a directory a sample is counted, unless ``exact``.
 
-    Raises ConfigError if a directory holds something else, names do not say the order, or the key
-    cannot be used; StorageError.
+    Raises ConfigError if a directory holds something else, or the key cannot be used; StorageError.
     """
-    long = long or sort == "prompt"
     catalog = open_contents(directory)
     found, others = catalog.contents()
     if others and not found and catalog.is_foreign():
@@ -164,22 +151,14 @@ def ls(
         named = [one.description for one in contents]
         meant = [model.lower() in one.model.lower() or one.name.startswith(model) for one in named]
         contents = [*compress(contents, meant)]
-    prompts: dict[str, Listing] = {}
-    if sort == "prompt":
-        ordered = open_catalog(directory)
-        with progress() as show:
-            for one in contents:
-                if (listing := ordered.listing(one.description, show)) is None:
-                    raise ConfigError(f"{directory}: names in a bucket do not say the prompt")
-                prompts[one.description.name] = listing
     strays = others + [f"{one.description.name}/{path}" for one in contents for path in one.strays]
-    if sort in ("size", "newest"):
+    if sort != "name":
         contents.sort(key=lambda one: one.nbytes if sort == "size" else one.newest_s or 0.0)
         contents.reverse()
     saved = saved_today(directory, key_file)
 
     def show_all() -> None:
-        _show(directory, contents, prompts, long=long, model=model, saved=saved)
+        _show(directory, contents, long=long, model=model, saved=saved)
         print_strays(strays)
 
     return Report(

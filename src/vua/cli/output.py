@@ -1,4 +1,4 @@
-"""The output of commands: for people, as JSON for programs, or nothing.
+"""The output of commands: for people, or as JSON for programs.
 
 A command returns a :class:`Report`; an :class:`Output` shows it. On a terminal `rich` folds what is
 too long for its width, but no number, and gives colours (none with NO_COLOR). Elsewhere everything
@@ -18,7 +18,7 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
-from typing import TYPE_CHECKING, Any, Final, Literal, TextIO, cast
+from typing import TYPE_CHECKING, Any, Final, TextIO, cast
 
 from vua.io.words import counted, size
 from vua.storage.bucket_cost import KINDS, cost_dollars
@@ -83,12 +83,11 @@ class Lazy(list[Any]):
 class Output:
     """Shows reports in one form."""
 
-    def __init__(self, kind: Literal["person", "json", "quiet"] = "person") -> None:
-        self.is_for_people, self.is_json = kind == "person", kind == "json"
-        self._kind = kind
+    def __init__(self, *, is_json: bool = False) -> None:
+        self.is_json = is_json
 
     def show(self, report: Report) -> int:
-        if self._kind == "json":  # in ASCII without control characters
+        if self.is_json:  # in ASCII without control characters
             import json  # noqa: PLC0415 - few need it
 
             encoder = json.JSONEncoder(indent=1)
@@ -96,7 +95,7 @@ class Output:
             while some := "".join(itertools.islice(pieces, _PIECES)):
                 print(end=some.replace("\x7f", "\\u007f"))
             print()
-        elif self.is_for_people:
+        else:
             report.show()
         sys.stdout.flush()
         return report.status
@@ -301,52 +300,19 @@ def progress_line(text: str, done: int, total: int, amount: int, unit: str, seco
     """Return a line of progress after ``seconds``.
 
     >>> progress_line("verify", 1, 4, 3 << 20, "B", 2.0)
-    '#####............... 25 %  verify, 3.0 MiB, 1.5 MiB/s, 0:06 left'
+    ' 25%  verify, 3.0 MiB, 0:06 left'
     >>> progress_line("rows", 0, 0, 0, "", 9.0)
     'rows'
+    >>> progress_line("rows", 5, 10, 50, "chunk", 0.9)
+    ' 50%  rows, 50 chunks'
     """
-    words, late = [text] if text else [], seconds >= _FORECAST_S
+    words, share = [text] if text else [], min(1.0, done / max(1, total))
     if amount:
-        per_s = amount / seconds if late else 0.0
-        in_bytes = unit == "B"
-        words.append(size(amount) if in_bytes else counted(amount, unit))
-        words += (
-            [f"{size(per_s)}/s" if in_bytes else f"{counted(round(per_s), unit)}/s"] if late else []
-        )
-    if total <= 0:
-        return ", ".join(words)
-    share = min(1.0, done / total)
-    if late and 0 < share < 1:
+        words.append(size(amount) if unit == "B" else counted(amount, unit))
+    if 0 < share < 1 and seconds >= _FORECAST_S:
         minutes, left_s = divmod(round(seconds * (1 - share) / share), 60)
         words.append(f"{minutes}:{left_s:02} left")
-    return f"{'#' * int(20 * share):.<20} {int(100 * share)} %  " + ", ".join(words)
-
-
-class _Line:
-    def __init__(self, stream: TextIO) -> None:
-        self._stream, self._shown_s = _beyond(stream), 0.0
-        self._part, self._began_s, self._done = ("", 0), 0.0, 0
-
-    def show(
-        self, text: str, done: int = 0, total: int = 0, *, amount: int = 0, unit: str = "B"
-    ) -> None:
-        now_s = time.monotonic()
-        if (unit, total) != self._part or done < self._done:  # something else begins
-            self._part, self._began_s = (unit, total), now_s
-        self._done = done
-        if now_s - self._shown_s > _LINE_S:
-            from shutil import get_terminal_size  # noqa: PLC0415 - takes ms, pipes do without
-
-            self._shown_s = now_s
-            words = progress_line(plain(text), done, total, amount, unit, now_s - self._began_s)
-            columns = get_terminal_size().columns
-            self._stream.write(f"\r\x1b[K{words[: columns - 1]}")
-            self._stream.flush()
-
-    def clear(self) -> None:
-        if self._shown_s:
-            self._stream.write("\r\x1b[K")
-            self._stream.flush()
+    return f"{share:4.0%}  " * (total > 0) + ", ".join(words)
 
 
 @contextmanager
@@ -355,8 +321,26 @@ def progress() -> Iterator[Show]:
     if not _is_screen(sys.stderr):
         yield lambda *_, **__: None
         return
-    shown = _Line(sys.stderr)
+    stream, shown_s, began_s = _beyond(sys.stderr), 0.0, 0.0
+    part, before = ("", 0), 0
+
+    def show(text: str, done: int = 0, total: int = 0, *, amount: int = 0, unit: str = "B") -> None:
+        nonlocal shown_s, began_s, part, before
+        now_s = time.monotonic()
+        if (unit, total) != part or done < before:  # something else begins
+            part, began_s = (unit, total), now_s
+        before = done
+        if now_s - shown_s > _LINE_S:
+            from shutil import get_terminal_size  # noqa: PLC0415 - takes ms, pipes do without
+
+            shown_s = now_s
+            words = progress_line(plain(text), done, total, amount, unit, now_s - began_s)
+            stream.write(f"\r\x1b[K{words[: get_terminal_size().columns - 1]}")
+            stream.flush()
+
     try:
-        yield shown.show
+        yield show
     finally:
-        shown.clear()
+        if shown_s:
+            stream.write("\r\x1b[K")
+            stream.flush()

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import json
-import os
 import sys
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from importlib import import_module
 from itertools import chain
@@ -264,20 +262,14 @@ def model_directory(model: str) -> Path:
     """
     if Path(model).is_dir():
         return Path(model)
-    home = os.path.expanduser(os.environ.get("HF_HOME") or "~/.cache/huggingface")  # noqa: PTH111
-    cache = Path(os.environ.get("HF_HUB_CACHE") or f"{home}/hub")
-    place = cache / f"models--{model.replace('/', '--')}"
-    revisions = sorted(place.glob("snapshots/*"))
-    with suppress(OSError):
-        main = place / "snapshots" / (place / "refs" / "main").read_text("ascii").strip()
-        revisions = [main] if main.is_dir() else revisions
-    if len(revisions) == 1:
-        return revisions[0]
-    found = f"{len(revisions)} revisions of it are" if revisions else "it is not"
-    raise ConfigError(
-        f"{model}: not a directory, and {found} in the hub's cache ({cache}); give the model's "
-        "directory, for example what `hf download` prints"
-    )
+    try:
+        hub = import_module("huggingface_hub")
+        return Path(hub.snapshot_download(model, local_files_only=True))
+    except Exception as problem:  # it raises many kinds
+        raise ConfigError(
+            f"{model}: not a directory, nor in the hub's cache; give the model's directory, for "
+            "example what `hf download` prints"
+        ) from problem
 
 
 # -- vua key --------------------------------------------------------------------------------------

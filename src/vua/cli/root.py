@@ -76,7 +76,7 @@ vua: Final = with_help(
         params=[shows(["--version"], "show the version, and exit", _version)],
         help="Look into a VUA cache, and keep it in order.",
         epilog="`vua help COMMAND` says more about one. "
-        f"DIR may be left out where the environment's {VARIABLE} names it. Exit status: 0 success, "
+        f"Without other words DIR may be left out: {VARIABLE} names it. Exit status: 0 success, "
         "1 damage found or work incomplete, 2 usage error or missing directory.",
     )
 )  # fmt: skip

@@ -15,7 +15,7 @@ from vua.catalog.base import Use, key_ids, resolve
 from vua.catalog.check import NO_KEYS
 from vua.catalog.contents import SHORT
 from vua.catalog.opening import open_catalog
-from vua.cli.command import argument, asking, command, duration, lifetime_s, option
+from vua.cli.command import argument, asking, command, lifetime_s, option
 from vua.cli.output import (
     DAMAGED,
     SOUND,
@@ -41,7 +41,7 @@ _yes = option("--yes", "do not ask (it asks on a terminal only)")
 # -- du -------------------------------------------------------------------------------------------
 
 
-def _show_use(directory: str, use: Use, counts: Mapping[str, int], dollars: float | None) -> None:
+def _show_use(directory: str, use: Use, counts: Mapping[str, int]) -> None:
     if use.namespaces:
         head = ["namespace", " chunks", " size", " pinned", " quarantine", " leftovers"]
         rows = [
@@ -63,8 +63,6 @@ def _show_use(directory: str, use: Use, counts: Mapping[str, int], dollars: floa
     text += "" if use.exact else "; estimated from a sample, --exact counts all"
     print(plain(text + cost(counts)))
     print_strays(use.strays)
-    if dollars is not None:
-        print(f"storage: ${dollars:.2f} a month at S3's list price; other providers' prices differ")
 
 
 @command("du", as_owner_of=True)
@@ -79,9 +77,9 @@ def du(directory: str, *, quick: bool = False, exact: bool = False) -> Report:
     catalog = open_catalog(directory)
     with progress() as show:
         use = (catalog.quick_use() if quick else None) or catalog.use(show, exact=exact)
-    counts, dollars = dict(catalog.counts), catalog.monthly_dollars(use.nbytes)
+    counts = dict(catalog.counts)
     return Report(
-        partial(_show_use, directory, use, counts, dollars),
+        partial(_show_use, directory, use, counts),
         directory=directory,
         **{name: getattr(use, name) for name in ("nbytes", "chunks", "exact")},
         bounds=asdict(use.bounds),
@@ -89,7 +87,6 @@ def du(directory: str, *, quick: bool = False, exact: bool = False) -> Report:
         free_nbytes=use.free_nbytes,
         strays=len(use.strays),
         **requests_of(counts),
-        monthly_dollars=dollars,
         namespaces=[
             {
                 **asdict(one),
@@ -218,7 +215,9 @@ def ttl(directory: str, seconds: float | None = None, *, off: bool = False) -> R
         catalog.claim()
         catalog.keep({"ttl_s": None if off else Limits(ttl_s=seconds).ttl_s})
     now, own = catalog.bounds().ttl_s, catalog.own_ttls()
-    text = "no time to live" if now is None else f"unused chunks are deleted after {duration(now)}"
+    text = "no time to live"
+    if now is not None:
+        text = f"unused chunks are deleted after {now / 86_400:.6g} days"
     if catalog.keeps_own_ttls:
         text += f"; with a time to live of their own: {counted(own, 'chunk')}"
     else:

@@ -10,16 +10,16 @@ readers do not accept it, and the next save replaces it.
 from __future__ import annotations
 
 import json
-import os
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from functools import partial
-from pathlib import Path
 from typing import Any, Literal
 
+import click
+
 from vua.capacity.spaces import Show
-from vua.catalog.base import Catalog, Demand, Finding, Rules, resolve
+from vua.catalog.base import Catalog, Demand, Finding, Rules
 from vua.catalog.check import (
     NO_KEYS,
     OUTCOMES,
@@ -48,7 +48,6 @@ from vua.io.words import counted, size
 from vua.security.keyring import KnownKeys
 from vua.security.settings import Security
 from vua.storage.description import Description
-from vua.storage.names import SUFFIX
 
 
 def show_findings(findings: Sequence[Finding], rules: Rules | None = None) -> None:
@@ -64,10 +63,18 @@ def show_findings(findings: Sequence[Finding], rules: Rules | None = None) -> No
 
 @command("doctor")
 @option("--trusted-uids UIDS", 'the engines\' setting: "any", or 1000,1001', default="")
-@option("--prefill TOKENS/S", "speed of the prefill that loading has to beat", type=float)
-@option("--token-bytes N", "K and V of a token; by default as stored here", type=int)
+@option(
+    "--prefill TOKENS/S",
+    "speed of the prefill that loading has to beat",
+    type=click.IntRange(min=1),
+)
+@option(
+    "--token-bytes N",
+    "K and V of a token; by default as stored here",
+    type=click.IntRange(min=1),
+)
 def doctor(
-    directory: str, *, trusted_uids: str = "", prefill: float | None = None,
+    directory: str, *, trusted_uids: str = "", prefill: int | None = None,
     token_bytes: int | None = None,
 ) -> Report:  # fmt: skip
     """Probe what VUA needs; exit status 1 if something is bad.
@@ -76,9 +83,6 @@ def doctor(
     seconds. ``trusted_uids`` as in the engines' settings, user ids between commas or ``any``.
     Raises ConfigError for a missing directory or invalid user ids.
     """
-    for name, value in (("--prefill", prefill), ("--token-bytes", token_bytes)):
-        if value is not None and not value > 0:
-            raise ConfigError(f"{name} must be more than 0, found {value:g}")
     catalog = open_catalog(directory)
     security = Security(trusted_uids=_uids(trusted_uids))
     demand = Demand(token_bytes or _token_nbytes(catalog), prefill or 0.0)
@@ -259,21 +263,9 @@ def verified(
 
 
 @command("inspect", takes_directory=False)
-@argument(
-    "files",
-    "file of one chunk; or DIR NAME ..., first digits of its chunks",
-    metavar="FILE...",
-    nargs=-1,
-    required=True,
-)
+@argument("files", "files or objects of chunks", metavar="FILE...", nargs=-1, required=True)
 def inspect(files: Sequence[str]) -> Report:
-    """Show the headers of files, and whether they are sound.
-
-    If the first of ``files`` is a directory, the rest are first digits of its chunks' names: all
-    files of these are shown. Raises ConfigError if there is no such chunk.
-    """
-    if Path(files[0]).is_dir() or (len(files) > 1 and not any(map(os.path.lexists, files))):
-        files = list(_named(files[0], files[1:]))
+    """Show the headers of files, and whether they are sound."""
     checker = Checker()
     found = [(file, *check_at(file, checker)[:2]) for file in files]
     outcomes = {check.outcome for _, check, _ in found}
@@ -288,19 +280,6 @@ def inspect(files: Sequence[str]) -> Report:
     report = Report(show, status=status)
     report.values = reports
     return report
-
-
-def _named(directory: str, names: Sequence[str]) -> Iterator[str]:
-    if not names:
-        text = f"{directory} is a directory; name a chunk of it, as `vua ls --long` shows"
-        raise ConfigError(text)
-    catalog = open_catalog(directory)
-    with progress() as show, catalog.namespaces(show) as (found, _):
-        for space, chunk in (resolve(found, name) for name in names):
-            if not chunk:
-                raise ConfigError(f"{space.name} is a namespace; name one of its chunks")
-            folder = f"{catalog.place}/{space.name}/{chunk[:2]}/{chunk}"
-            yield from (f"{folder}/{name}" for name in space.listed(chunk) if name.endswith(SUFFIX))
 
 
 def _in_words(

@@ -21,24 +21,12 @@ _FIELDS: Final = ("line", "tokens", "found", "problem")
 
 
 @command("warm", takes_directory=False)
-@argument("prompts", 'a prompt a line; .jsonl: the server\'s requests, {"prompt"} or {"messages"}',
-          metavar="FILE")  # fmt: skip
+@argument("prompts", 'requests, one a line: {"prompt"} or {"messages"}; - stdin', metavar="FILE")
 @option("--server URL", "a vLLM or SGLang that runs with VUA", required=True)
 @option("--model TEXT", "for lines that name none; default the server's only one")
-@option("--limit N", "only the first prompts", type=int)
-def warm(
-    prompts: str, *, server: str, model: str | None = None, limit: int | None = None
-) -> Report:
+def warm(prompts: str, *, server: str, model: str | None = None) -> Report:
     """Send each prompt, one after the other. Raises ConfigError, InputError, OSError."""
-    if limit is not None and limit < 1:
-        raise ConfigError(f"--limit must be at least 1, found {limit}")
-    text = read_text(prompts)
-    if prompts.endswith(".jsonl"):
-        asked = requests(text, prompts)
-    else:
-        lines = enumerate(text.split("\n"), 1)
-        asked = [(at, {"prompt": line.rstrip("\r")}) for at, line in lines if line.strip()]
-    asked = asked[:limit]
+    asked = requests(read_text(prompts), prompts)
     address = server.rstrip("/").removesuffix("/v1")
     if model is None and any("model" not in body for _, body in asked):
         model = _model_of(address)

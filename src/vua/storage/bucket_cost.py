@@ -24,8 +24,6 @@ PRICES: Final = (
 )
 """Whose prices these are, and where and when they were read."""
 KINDS: Final = tuple(_DOLLARS)
-DOLLARS_PER_GB_MONTH: Final = 0.023
-"""Per 10^9 bytes stored."""
 
 
 def cost_dollars(counts: Mapping[str, int]) -> float:

@@ -182,25 +182,6 @@ def check_root(
     return path
 
 
-def check_start(root: str | os.PathLike[str], security: Security) -> None:
-    """Raise what an engine of this user would where it starts; nothing is made or changed.
-
-    Raises:
-        ConfigError: as `check_root`, for a directory that is written to.
-        StorageError: it cannot be searched, made or written to.
-    """
-    path = Path(os.path.abspath(root))
-    with explaining(str(path)):
-        there = os.path.lexists(path)
-        if there:
-            check_root(path, create=False, security=security)
-            claimable(path)
-        elif not path.parent.is_dir():
-            raise ConfigError(_missing_above(path))
-        if not os.access(path if there else path.parent, os.W_OK | os.X_OK, effective_ids=True):
-            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
-
-
 def _missing_above(path: Path) -> str:
     return (
         f"{path}: no such directory, and {path.parent} is missing too; correct the path, "

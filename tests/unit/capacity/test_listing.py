@@ -6,7 +6,6 @@ import os
 import tracemalloc
 import unittest
 from collections import defaultdict
-from collections.abc import Iterator
 from pathlib import Path
 from unittest import mock
 
@@ -53,11 +52,6 @@ class Plain:
             level = sorted(one for before in level for one in self.children[before])
         return found
 
-    def prompts(self, before: str = "", depth: int = 0) -> Iterator[tuple[int, str]]:
-        for one in self.children[before]:
-            yield depth, one
-            yield from self.prompts(one, depth + 1)
-
     def by_need(self) -> list[str]:
         """Chunks that no pin holds: the last used ones last, those in front after the rest."""
         depth: dict[str, int] = {}
@@ -91,16 +85,11 @@ class ForestTest(DirectoryTest):
         self.listing = read_listing(self.space)
 
     def test_order(self) -> None:
-        """Orphans, descendants, prompts and generations."""
+        """Orphans, descendants and generations."""
         plain, listing = self.plain, self.listing
         self.assertGreater(len(plain.orphans()), 3)
         self.assertEqual(sorted(plain.orphans()), sorted(listing.orphans()))
         self.assertEqual(plain.by_generation(), list(read_listing(self.space).in_order()))
-        found = list(listing.prompts())
-        placed = [(before, name) for before, name, _ in found if before is not None]
-        self.assertEqual(list(plain.prompts()), placed)
-        lost = {name for before, name, _ in found if before is None}
-        self.assertEqual(plain.nodes.keys() - set(plain.by_generation()), lost)
         for name in plain.by_generation()[:40]:
             below = list(listing.below(name))
             self.assertEqual(sorted(plain.below(name)), sorted(below))

@@ -23,7 +23,7 @@ from commands import TOKENS, CliTest, run, run_json, verbs
 from helpers import caches_of, flip, read_only, swap
 from vua import cli
 from vua.cli import output as text
-from vua.cli.command import EXAMPLES, duration, duration_s, lifetime_s
+from vua.cli.command import EXAMPLES, duration_s, lifetime_s
 from vua.core import VUA, VUAConfig
 from vua.format.identity import Identity, named_by
 
@@ -71,7 +71,7 @@ class TestLs(CliTest):
                     found = {one["identity"]["name"]: one["engine"] for one in report["namespaces"]}
                     self.assertEqual(expected, {name: found[f"of-{name}"] for name in fields})
                     self.assertEqual(5, len(re.findall(r" of-([\w-]+) +\1\b", out)))
-                    self.assertNotIn("[2J", out)
+                    self.assertNotIn("\x1b", out)
 
     def test_model(self) -> None:
         """Namespaces are chosen by a part of their model's name, or by their own."""
@@ -80,18 +80,6 @@ class TestLs(CliTest):
             _, report = run_json("ls", self.root, "--model", wanted)
             self.assertEqual(["llama"], [n["identity"]["name"] for n in report["namespaces"]])
         self.assertEqual([], run_json("ls", self.root, "--model", "mistral")[1]["namespaces"])
-
-    def test_prompt(self) -> None:
-        """Chunks are listed as prompts have them, each after the one before it."""
-        with VUA(VUAConfig(split_factor=4, model="llama"), self.root) as vua:
-            other = torch.cat([TOKENS[:4], TOKENS[:8] + 7])
-            vua.put(other, caches_of(layers=3, heads=2, tokens=12, dim=8))
-        _, out, _ = run("ls", self.root, "--model", "llama", "--sort", "prompt")
-        rows = [line.split() for line in out.splitlines() if re.search(r" [0-9a-f]{64} ", line)]
-        self.assertEqual(["4", "8", "12", "8", "12"], [row[0] for row in rows])
-        _, report = run_json("ls", self.root, "--long", "--model", "llama")
-        known = {one["path"].split("/")[1] for one in report["namespaces"][0]["entries"]}
-        self.assertEqual(known, {row[1] for row in rows})
 
 
 class TestInspect(CliTest):
@@ -116,17 +104,6 @@ class TestInspect(CliTest):
             "outcome +sound",
         ):
             self.assertRegex(out, words)
-
-    def test_names(self) -> None:
-        """A directory and first digits of a chunk's name mean its files."""
-        with VUA(VUAConfig(split_factor=4, model="one"), self.root / "one") as vua:
-            vua.put(TOKENS[:4], caches_of(layers=3, heads=2, tokens=4, dim=8))
-        (file,) = (self.root / "one").rglob("*.safetensors")
-        _, named, _ = run("inspect", self.root / "one", file.parent.name[:20])
-        self.assertEqual(run("inspect", file)[1], named)
-        for words in ([], ["ab" * 9], ["nonsense"], [file.parts[-4][:12]]):
-            code, out, err = run("inspect", self.root / "one", *words)
-            self.assertEqual((2, ""), (code, out), err)
 
     def test_copied(self) -> None:
         """A file is sound elsewhere too, under any name that claims nothing else."""
@@ -453,20 +430,9 @@ class DurationTest(unittest.TestCase):
         """Seconds, or a number with a unit; anything else is refused."""
         for said, seconds in (("90", 90), ("90s", 90), ("1.5h", 5400), ("2D", 172800)):
             self.assertEqual(seconds, duration_s(said))
-        for said in ("", "d", "1y", "1 d x"):
+        for said in ("", "d", "1y", "1 d x", "-1s", "nan"):
             with self.subTest(text=said), self.assertRaises(click.BadParameter):
                 duration_s(said)
-
-    def test_text(self) -> None:
-        """A number of seconds is shown in the largest unit in which it is whole."""
-        for seconds, said in (
-            (2592000.0, "30d"),
-            (5400, "90m"),
-            (86401, "86401s"),
-            (0.25, "0.25s"),
-        ):
-            self.assertEqual(said, duration(seconds))
-            self.assertEqual(seconds, duration_s(said))
 
     def test_lifetimes(self) -> None:
         """What deletes by age takes no number without a unit."""

@@ -99,45 +99,6 @@ class ArgsTest(unittest.TestCase):
             self.assertEqual(2, code)
             self.assertIn("set HOME", problem)
 
-    def test_warning(self) -> None:
-        """A directory that an engine would refuse is told before the engine loads its model."""
-        with tempfile.TemporaryDirectory(prefix="kv") as name:
-            foreign, new = Path(name, "foreign"), Path(name, "new")
-            foreign.mkdir()
-            (foreign / "notes.txt").touch()
-            file = foreign / "notes.txt"
-            told = {
-                Path(name, "no", "kv"): "mount what belongs there",
-                foreign: "not empty (it holds 'notes.txt')",
-                file: "found a file",
-                file / "kv": "is missing too",
-            }
-            for path, words in told.items():
-                code, printed, problem = run("args", "sglang", str(path))
-                self.assertEqual(0, code)
-                self.assertIn("does not start here", problem)
-                self.assertIn(words, problem)
-                extra = values(split("sh", printed), "--hicache-storage-backend-extra-config")
-                self.assertEqual(str(path), extra["shared_storage_path"])
-            for path in (str(new), "s3://bucket/prefix"):
-                self.assertEqual("", run("args", "sglang", path)[2])
-            self.assertFalse(new.exists(), "the engine makes it")
-
-    def test_unwritable(self) -> None:
-        """A directory that this user cannot make is told, too."""
-        with tempfile.TemporaryDirectory() as name:
-            Path(name).chmod(0o555)
-            root = os.geteuid() == 0
-            if root:
-                os.seteuid(ANY_USER)
-            try:
-                told = run("args", "vllm", f"{name}/new")[2]
-            finally:
-                if root:
-                    os.seteuid(0)
-                Path(name).chmod(0o700)
-            self.assertIn("may not write here", told)
-
     def test_relative(self) -> None:
         """An engine may start elsewhere: the path is absolute."""
         given = values(self.words("vllm", "kv"), "--kv-transfer-config")

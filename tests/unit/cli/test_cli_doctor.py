@@ -83,7 +83,7 @@ class TestDoctor(DirectoryTest):
                     ["--token-bytes", 1024, "--prefill", 1],
                     r"wins over 1 tokens/s .* from 1 tokens on",
                 ),
-                (["--token-bytes", 1024, "--prefill", 1e15], "it never wins"),
+                (["--token-bytes", 1024, "--prefill", 10**15], "it never wins"),
             ):
                 with self.subTest(place, words=words):
                     found = run_json("doctor", place, *map(str, words))[1]["findings"]
@@ -92,7 +92,7 @@ class TestDoctor(DirectoryTest):
         with VUA(VUAConfig(split_factor=4, model="m"), self.root) as vua:
             vua.put(torch.arange(4), caches_of(layers=3, heads=2, tokens=4, dim=8))
         self.assertIn("tokens/s of 384 B each", self.levels()[1]["speed"][1])  # 3 x 2 x 8 x 2 x 4
-        for words in (["--prefill", "0"], ["--token-bytes", "-1"], ["--prefill", "nan"]):
+        for words in (["--prefill", "0"], ["--token-bytes", "-1"], ["--prefill", "x"]):
             self.assertEqual(2, run("doctor", self.root, *words)[0])
 
     def test_break_even(self) -> None:

@@ -56,7 +56,7 @@ class InterruptTest(CliTest):
         self.addCleanup(shutil.rmtree, self.files_, ignore_errors=True)
         self.bucket = f"file://{self.files_}/bucket"
         self.ids = self.files_ / "ids.json"
-        self.ids.write_text(str(TOKENS.tolist()))
+        self.ids.write_text('{"prompt": [1]}')
 
     def fill_bucket(self) -> None:
         """Store in the bucket what the directory has."""

@@ -10,16 +10,10 @@ import sys
 import unittest
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
-import numpy as np
-from safetensors.numpy import save_file
-
-from commands import PAGE, TOKENS, CliTest, documented, run, run_json, verbs
+from commands import PAGE, CliTest, documented, run, verbs
 from helpers import flip
-from vua.connector.load_policy import PrefillSpeed
-from vua.connector.savings import Savings
-from vua.security.settings import Security
 
 SNAPSHOTS: Final = Path(__file__).with_name("snapshots")
 WHOLE: Final = frozenset(
@@ -27,6 +21,8 @@ WHOLE: Final = frozenset(
      "used_within", "sealed", "authentic", "temporary", "quarantined", "model"]
 )  # fmt: skip
 """Fields that are described as one."""
+GROUPED: Final = (("rm", "ttl", "pin", "key"), ("export", "import"))
+"""Verbs that a section describes together."""
 
 
 def fields(value: object, at: str = "") -> Iterator[str]:
@@ -52,63 +48,33 @@ def below(inner: str, outer: str) -> bool:
     return inner == outer or inner.startswith((f"{outer}.", f"{outer}[]"))
 
 
-class JsonTest(CliTest):
-    def setUp(self) -> None:
-        super().setUp()
-        self.beside = self.root.with_name(f"{self.root.name}-beside")
-        self.beside.mkdir()
-        self.addCleanup(lambda: [one.unlink() for one in self.beside.iterdir()]
-                        and self.beside.rmdir())  # fmt: skip
-        save_file({"w": np.zeros(1)}, self.beside / "model.safetensors")
-        (self.beside / "tokens").write_text(json.dumps(TOKENS.tolist() + [1] * 8))
-        order = {"prefix": TOKENS.tolist(), "documents": [[1] * 8]}
-        (self.beside / "order").write_text(json.dumps(order))
-        engine = Savings(PrefillSpeed(64))
-        engine.keep_at(self.root, "", Security())
-        engine.looked_up(self.entries()[0].parents[2].name, 1, 2, 4)
-        engine.close()
+def reports(kind: str) -> list[tuple[str, Any]]:
+    """What commands on a directory or a bucket print, with the words of each."""
+    said = SNAPSHOTS.joinpath(f"{kind}.txt").read_text("utf-8").split("$ vua ")[1:]
+    decode = json.JSONDecoder().raw_decode
+    return [
+        (one.partition("\n")[0], decode(one.partition("stdout:\n")[2])[0])
+        for one in said
+        if "stdout:" in one
+    ]
 
-    def commands(self) -> dict[str, list[list[object]]]:
-        """Verbs by the section that describes them; together they show every field of it."""
-        root, beside = self.root, self.beside
-        short = {one.parent.name for one in self.entries(1)}
-        chunk = next(name for one in self.entries() if (name := one.parent.name) not in short)
-        found: dict[str, list[list[object]]] = {
-            "ls": [["ls", root, "-l"]],
-            "inspect": [["inspect", self.entries()[0]]],
-            "du": [["du", root]],
-            "top": [["top", root, "--once", "--interval", "0.01"]],
-            "doctor": [["doctor", root]],
-            "explain": [["explain", root, "--tokens", beside / "tokens"],
-                        ["explain", root, "--order", beside / "order"],
-                        ["explain", root, "--recent"]],
-            "export": [["export", root, beside / "tar", "--all"], ["import", root, beside / "tar"]],
-            "verify": [["verify", root]],
-            "gc": [["gc", root]],
-            "completion": [["completion", "bash"]],
-            "identify": [["identify", beside]],
-            "args": [["args", "vllm", "/kv"]],
-            "rm": [["pin", root, chunk], ["ttl", root], ["key", beside / "key"],
-                   ["rm", root, chunk, "--pinned"]],
-        }  # fmt: skip
-        return found
 
+class JsonTest(unittest.TestCase):
     def test_every_verb(self) -> None:
         """What a verb prints is what the page says; what runs on or has an engine is elsewhere."""
-        tried = {words[0] for commands in self.commands().values() for words in commands}
-        self.assertEqual({"ui", "events", "warm"}, verbs() - tried)
-        for verb, commands in self.commands().items():
-            if verb == "verify":
-                flip(self.entries()[0], 4200)
-            seen: set[str] = set()
-            for words in commands:
-                _, report = run_json(*words)  # type: ignore[arg-type]
-                seen |= set(fields(report))
+        seen: dict[str, set[str]] = {}
+        for words, report in reports("directory"):
+            verb = words.split(" ")[0]
+            section = next(one for one in (*GROUPED, (verb,)) if verb in one)[0]
+            seen.setdefault(section, set()).update(fields(report))
+        tried = {verb for one in seen for verb in next((g for g in GROUPED if one in g), (one,))}
+        self.assertEqual({"ui", "warm"}, verbs() - tried)
+        for verb in seen.keys() - {"events"}:
             with self.subTest(verb):
                 known = documented(verb)
-                extra = {one for one in seen if not any(below(one, two) or below(two, one)
-                                                        for two in known)}  # fmt: skip
-                lacking = {one for one in known if not any(below(two, one) for two in seen)}
+                extra = {one for one in seen[verb] if not any(below(one, two) or below(two, one)
+                                                              for two in known)}  # fmt: skip
+                lacking = {one for one in known if not any(below(two, one) for two in seen[verb])}
                 self.assertEqual(set(), extra, "printed, and not described")
                 self.assertEqual(set(), lacking, "described, and not printed")
 
@@ -127,14 +93,9 @@ def differences(one: object, other: object, at: str = "") -> Iterator[str]:
 class CommonTest(unittest.TestCase):
     def test_every_verb(self) -> None:
         """A directory and a bucket are told of by the same fields; what one cannot fill is null."""
-        kinds = []
-        for kind in ("directory", "bucket"):
-            said = SNAPSHOTS.joinpath(f"{kind}.txt").read_text("utf-8").split("\n$ vua ")
-            reports = [json.JSONDecoder().raw_decode(part.partition("stdout:\n")[2])[0]
-                       for part in said]  # fmt: skip
-            kinds.append([*zip(said, reports, strict=True)])
+        kinds = [reports("directory"), reports("bucket")]
         for (words, one), (_, other) in zip(*kinds, strict=False):
-            with self.subTest(words.partition("\n")[0]):
+            with self.subTest(words):
                 self.assertEqual([], list(differences(one, other)))
         self.assertLess(20, len(kinds[1]))
 

@@ -31,7 +31,6 @@ class MemoryTest(DirectoryTest):
             "ls": ["ls"],
             "ls --long": ["ls", "--long"],
             "ls --long --json": ["ls", "--long", "--json"],
-            "ls --sort prompt": ["ls", "--sort", "prompt"],
             "top": ["top", "--once", "--interval", "0.001"],
             "gc": ["gc", "--yes"],
             "gc --max-per-salt": ["gc", "--yes", "--max-per-salt", "1T"],

@@ -102,11 +102,11 @@ class WarmTest(DirectoryTest):
 
     def test_what_is_known(self) -> None:
         """What the server does not say is not told, and a refusal is told; all lines are sent."""
-        prompts = self.file("p.txt", "t " * 1000, '{"not": "JSON here"}')
+        prompts = self.file("p", {"prompt": "t " * 1000}, {"prompt": "short"})
         with serving({}) as server:
             code, out, _ = run("warm", prompts, "--server", server.address, "--model", "m")
         self.assertEqual(1, code)
-        self.assertEqual('{"not": "JSON here"}', server.asked[1][1]["prompt"])
+        self.assertEqual("short", server.asked[1][1]["prompt"])
         lines = out.splitlines()
         self.assertRegex(lines[1], r"1 +- +- +400: ")
         self.assertRegex(lines[2], r"2 +- +-")
@@ -123,12 +123,11 @@ class WarmTest(DirectoryTest):
 
     def test_words(self) -> None:
         """What is missing is said, and what cannot be reached."""
-        file = self.file("prompts.txt", "t4 t5")
+        file = self.file("prompts", {"prompt": "t4 t5"})
         for words in (
             [],
             ["--server", "file:///etc/passwd"],
             ["--server", "http://127.0.0.1:1"],
-            ["--server", "http://127.0.0.1:1", "--limit", "0"],
         ):
             code, _, err = run("warm", file, *words)
             self.assertEqual(2, code, err)
