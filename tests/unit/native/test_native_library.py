@@ -210,20 +210,6 @@ class TestBuild(DirectoryTest):
         self.assertIsNotNone(stamp.fault_of(path.read_bytes(), first))
         self.assertIsNone(stamp.fault_of(path.read_bytes(), stamp.sources_digest(self.folder)))
 
-    def test_wheel(self) -> None:
-        """A wheel for this platform has the library and says so in its tag."""
-        script = 'while [ "$1" != -o ]; do shift; done; echo compiled > "$2"'
-        with mock.patch.dict(os.environ, {**self.fake_compiler(script), "VUA_WHEEL": ""}):
-            self.hook().app.display_warning.assert_not_called()
-        ((made, place),) = self.data["force_include"].items()
-        name = stamp.library_path(Path("vua/native"), platform.machine())
-        self.assertEqual(str(name), place)
-        library = Path(made).read_bytes()
-        self.assertTrue(library.startswith(b"compiled\n"))
-        self.assertIsNone(stamp.fault_of(library, stamp.sources_digest(self.folder)))
-        self.assertFalse(self.data["pure_python"])
-        self.assertRegex(self.data["tag"], f"^py3-none-linux_{platform.machine()}$")
-
     def test_wheel_without_compiler(self) -> None:
         """Then it is a wheel for every platform, with a message; a release is refused."""
         for environment in ({"CC": "/no/such/cc"}, self.fake_compiler("exit 3")):

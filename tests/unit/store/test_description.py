@@ -11,7 +11,6 @@ from typing import Any, ClassVar
 import pytest
 import torch
 
-from buckets import memory_url
 from commands import run, run_json
 from helpers import DirectoryTest, caches_of, contents, kv_bits
 from vua.core import VUA, VUAConfig
@@ -19,7 +18,6 @@ from vua.errors import LayoutError
 from vua.format.identity import Identity
 from vua.security.settings import Security
 from vua.storage.description import read_description
-from vua.store.far import at, description_at
 
 CONFIG = VUAConfig(split_factor=4, model="m")
 TOKENS = torch.arange(8)
@@ -174,25 +172,6 @@ class TestCounted(DirectoryTest):
     @staticmethod
     def salted(name: str) -> list[str]:
         return ["--salt", "s"] if name == "tenants" else []
-
-    def test_travels(self) -> None:
-        """A bucket, a slower tier and an import have it; a description made anew keeps it."""
-        near, far, bucket = self.root / "near", self.root / "far", memory_url()
-        with self.vua([near, far, bucket]) as vua:
-            vua.put(TOKENS, CACHE)
-        name = self.IDENTITY.namespace
-        for place in (near / name, far / name, at(bucket) / name):
-            self.assertEqual(self.FIELDS, description_at(place).counted, place)
-        archive, there = self.root / "archive", self.root / "there"
-        self.assertEqual(0, run("export", near, archive, "--all")[0])
-        self.assertEqual(0, run("import", there, archive)[0])
-        self.assertEqual(self.FIELDS, read_description(there / name).counted)
-        path = there / name / "namespace.json"
-        path.write_bytes(path.read_bytes().replace(b'"layers": 2', b'"layers": 3'))
-        with self.vua([there]) as vua:
-            vua.put(TOKENS, CACHE)
-        self.assertEqual(self.FIELDS, read_description(there / name).counted)
-        self.assertEqual(0, run("verify", there)[0])
 
 
 class TestOtherVersion(DescriptionTest):
