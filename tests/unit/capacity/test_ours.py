@@ -62,7 +62,7 @@ class TestForeign(DirectoryTest):
     def test_not_marked(self) -> None:
         """No command, and no engine, changes anything in a directory of somebody else."""
         archive = self.archive()
-        for kind in foreign.FOREIGN:
+        for kind in foreign.NAMES:
             root = self.root / "theirs" / "there"
             with self.subTest(kind=kind):
                 foreign.make(kind, root)
@@ -82,7 +82,7 @@ class TestForeign(DirectoryTest):
     @pytest.mark.thorough
     def test_within_a_cache(self) -> None:
         """The same things beside a cache's own, and in its namespaces, stay as they are."""
-        for kind in foreign.FOREIGN:
+        for kind in foreign.NAMES:
             root = self.root / "cache"
             with self.subTest(kind=kind):
                 fill(root)

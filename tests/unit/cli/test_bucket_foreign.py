@@ -62,7 +62,7 @@ class ForeignTest(DirectoryTest):
     def both(self) -> tuple[dict[str, bytes], dict[str, bytes]]:
         """Objects of every kind; those whose keys are folders of others apart."""
         found: tuple[dict[str, bytes], dict[str, bytes]] = {}, {}
-        for kind in foreign.FOREIGN:
+        for kind in foreign.NAMES:
             found[kind in APART].update(objects(kind, self.root / kind))
         return found
 
