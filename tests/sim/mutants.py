@@ -13,12 +13,8 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 from unittest import mock
 
-import torch
-
 from sim.case import Case, draw
-from vua.connector.group_transfer import CachedLoads
 from vua.connector.metadata import ConnectorMetadata
-from vua.device.cpu_pages import PagedKV
 from vua.format.keys import KeyChain
 from vua.format.prefix import longest_prefix
 from vua.vllm.kv_connector_v1 import VUAStorageConnector_V1 as Connector
@@ -48,11 +44,6 @@ def scenario(name: str, seed: int) -> Case:
     """A scenario in which the bug of this name is likely to matter."""
     likely = {"requests": 5, "longest": 240, "first_seed": 0} | MUTATIONS[name][1]
     return dataclasses.replace(draw(seed + likely.pop("first_seed")), **likely)
-
-
-def by_buffer(patches: ExitStack) -> None:
-    """Let all loads pass through buffers, as those of cold files do."""
-    patches.enter_context(mock.patch.object(CachedLoads, "of", return_value=None))
 
 
 def instead(patches: ExitStack, of: Any, name: str, hook: Callable[..., Any]) -> None:
@@ -165,33 +156,6 @@ def tables_survive_preemption(patches: ExitStack) -> None:
         return original(self, stale)
 
     instead(patches, Connector, "build_connector_meta", build)
-
-
-@mutation()
-def chunks_come_from_the_wrong_place(patches: ExitStack) -> None:
-    """Of several chunks read together always the first is taken."""
-
-    class First(PagedKV):
-        def scatter_chunks(self, *given: Any) -> None:
-            *where, k_in, v_in = given
-            firsts = (None if part is None else part[:1].expand_as(part) for part in (k_in, v_in))
-            super().scatter_chunks(*where, *firsts)
-
-    patches.enter_context(mock.patch("vua.vllm.page_layout.PagedKV", First))
-    by_buffer(patches)
-
-
-@mutation()
-def heads_are_exchanged(patches: ExitStack) -> None:
-    """Heads are stored in another order than the engine's."""
-
-    class Flipped(PagedKV):
-        def gather(self, ids: Any, start: int, count: int, *kv: torch.Tensor) -> None:
-            super().gather(ids, start, count, *kv)
-            for part in kv:
-                part.copy_(part.flip(0))
-
-    patches.enter_context(mock.patch("vua.vllm.page_layout.PagedKV", Flipped))
 
 
 @mutation(requests=14)

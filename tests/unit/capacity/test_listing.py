@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import os
+import random
+import time
 import tracemalloc
 import unittest
 from collections import defaultdict
 from pathlib import Path
 from unittest import mock
 
-from forest import plant
 from helpers import DirectoryTest
+from replay import Cache, synthetic_trace
 from vua.capacity.listing import (
     Listing,
     parts,
@@ -69,7 +71,14 @@ class ForestTest(DirectoryTest):
 
     def setUp(self) -> None:
         super().setUp()
-        self.at = plant(self.root, 400, seed=9)
+        cache, dice, now_ns = Cache(self.root), random.Random(9), time.time_ns()
+        for _, first, *rest in synthetic_trace(110):  # of seven beginnings
+            cache.request([1000 + first % 7, first, *rest])
+        cache.store.close()
+        self.at = self.root / cache.store.namespace
+        for path in sorted(self.at.glob("??/*")):
+            used_ns = now_ns - int(dice.expovariate(8) * 7 * 86400e9)
+            os.utime(path, ns=(used_ns, used_ns))
         stack = spaces(self.root)
         (self.space,) = stack.__enter__()
         self.addCleanup(stack.__exit__, None, None, None)

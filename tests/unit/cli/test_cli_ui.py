@@ -19,8 +19,8 @@ from typing import Any
 import pytest
 
 from commands import TOKENS, CliTest, run
-from forest import plant
 from helpers import caches_of, contents, flip, read_only, until
+from replay import Cache
 from ui import Served, served
 from vua.capacity.limits import Limits, write_bounds
 from vua.capacity.spaces import spread
@@ -162,7 +162,7 @@ class AccessTest(unittest.TestCase):
         stack = contextlib.ExitStack()
         cls.addClassCleanup(stack.close)
         root = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        plant(root, 5)
+        Cache(root).request(range(5))
         cls.page = stack.enter_context(served(root))
 
     def test_token(self) -> None:
