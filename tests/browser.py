@@ -16,7 +16,6 @@ from helpers import until
 
 NAMES: Final = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
 CHROMIUM: Final = next(filter(None, map(shutil.which, NAMES)), None)
-"""Where a browser is, None where there is none."""
 
 
 class Page:

@@ -129,7 +129,6 @@ MORE = {
     "hard links": _hard_links,
     "other users' files": _others,
 }
-"""What is there besides."""
 
 
 def make(kind: str, root: Path) -> None:

@@ -4,16 +4,11 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Iterator
-from functools import cache
 from pathlib import Path
 
 import vua
-from helpers import ROOT, TESTS
 
 SOURCE = Path(vua.__file__).parent
-PROGRAMS = (TESTS, ROOT / "benchmarks")
-"""From where tests and benchmarks import; besides, each finds what lies beside it."""
-
 FLOORS = (
     ("errors",),
     ("serdes",),
@@ -73,18 +68,6 @@ def existing(name: str, modules: set[str]) -> str:
     while name not in modules:
         name = name.rpartition(".")[0]
     return name
-
-
-@cache
-def program(beside: Path, name: str) -> Path | None:
-    """The module of the tests or benchmarks that an import means; None if it means another one."""
-    for folder in (beside, *PROGRAMS):
-        place = folder.joinpath(*name.split("."))
-        for path in (place.with_suffix(".py"), place / "__init__.py"):
-            if path.is_file():
-                return path
-    package = name.rpartition(".")[0]
-    return program(beside, package) if package else None
 
 
 def circle(imports: dict[str, set[str]]) -> list[str]:

@@ -150,12 +150,12 @@ ROWS = (
     _tier(
         *("full attention", "Llama", "llama"),
         other_weights="other_weights_at_the_same_path",
-        other_sizes="other_settings",
+        other_sizes="rows_apart",
         another_setup="another_setup",
         sleep="sleep",
         preempted="preempted_requests",
         TP_2="two_workers",
-        salts="salts",
+        salts="rows_apart",
         two_engines="two_engines_at_once",
     ),
     _tier(

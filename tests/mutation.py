@@ -76,13 +76,11 @@ class Mutant:
     """One error: a text that stands in a file exactly there is replaced by another one."""
 
     path: str
-    """From the source folder on."""
     function: str
     """In which it is, with its class."""
     line: int
     start: int
     stop: int
-    """Which bytes of the file."""
     old: str
     new: str
 

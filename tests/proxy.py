@@ -16,7 +16,6 @@ from urllib.parse import urlsplit
 from throttle import Link
 
 HARMS: Final = ("slow", "stalled", "503", "429", "reset", "truncated", "flipped")
-"""Harms to an answer."""
 
 REFUSALS: Final = {
     "503": (503, "SlowDown"),

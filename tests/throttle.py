@@ -19,7 +19,6 @@ class Link:
         self._since = 0
         self._free_at = 0.0
         self.nbytes = 0
-        """Bytes so far."""
         self.throttle(bytes_per_s, latency_s)
 
     def throttle(self, bytes_per_s: float | None, latency_s: float = 0.0) -> None:

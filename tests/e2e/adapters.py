@@ -9,7 +9,6 @@ from e2e.harness import llama
 from e2e.variants import make_adapter
 
 ENGINE: dict[str, Any] = {"enable_lora": True, "max_lora_rank": 8, "max_loras": 2}
-"""For an engine that takes them."""
 
 
 def strong_adapter(at: Path, seed: int) -> Path:

@@ -174,9 +174,7 @@ class Phase:
     root: Path | None = None
     """The connector's directory; None: no connector."""
     extra: dict[str, Any] = field(default_factory=dict)
-    """Further settings of the connector."""
     transfer: dict[str, Any] = field(default_factory=dict)
-    """Further settings of kv_transfer_config."""
     snapshots: bool = False  # whether to take digests of each request's blocks
     trouble: dict[str, Any] = field(default_factory=dict)
     """What else goes wrong meanwhile, see `trouble.trouble`."""

@@ -61,7 +61,6 @@ class Kind(NamedTuple):
     model_type: str
     """Of transformers, which makes the checkpoint."""
     example: str
-    """What people serve."""
     config: dict[str, Any] = {}  # noqa: RUF012 - read alone
     """Beside `checkpoints.SIZES`."""
     loaded: tuple[int, ...] = (640, 384)

@@ -118,12 +118,6 @@ def starting(
             process.wait(60)
 
 
-@contextmanager
-def servers(root: Path, *extra: Sequence[str]) -> Iterator[list[str]]:
-    with starting(root, *extra) as ready:
-        yield ready()
-
-
 def kill(process: Popen[bytes] | Fork) -> None:
     """End a process and all that it has started."""
     with suppress(ProcessLookupError):

@@ -120,18 +120,6 @@ class AdapterTest(IdentityTest):
 
 
 class PictureTest(IdentityTest):
-    def test_counted_pictures(self) -> None:
-        """Where vLLM numbers its pictures, another picture with the same number is another one."""
-        numbered = {"mm_processor_cache_gb": 0}
-        self.assert_told_apart(*(self.look(numbered, images=[seed]) for seed in (1, 2)))
-
-    def assert_told_apart(self, one: Phase, two: Phase) -> None:
-        """The second answers as without VUA, also once it has stored."""
-        (alone,) = run(self.without(two))
-        first, second = *run(one), *run(self.twice(two))
-        self.assertNotEqual(first.tokens, alone.tokens)
-        self.assertEqual(2 * alone.tokens, second.tokens)
-
     def test_pictures(self) -> None:
         """Another picture, layer of the tower or preparation is told apart; the same one is found.
 
@@ -156,9 +144,15 @@ class PictureTest(IdentityTest):
         self.assertEqual([cold.tokens, True], [again.tokens, again.cached[0] > BEFORE])
 
     def test_named_pictures(self) -> None:
-        """A client's name for a picture says nothing: it may give it to another one."""
-        named = (self.look(images=[seed], image_names=["mine"]) for seed in (1, 2))
-        self.assert_told_apart(*named)
+        """A client's name for a picture, or vLLM's number, says nothing: others may have it."""
+        for engine, more in (({}, {"image_names": ["mine"]}), ({"mm_processor_cache_gb": 0}, {})):
+            with self.subTest(engine):
+                self.root = self.root.with_name(f"kv{len(engine)}")
+                one, two = (self.look(engine, images=[seed], **more) for seed in (1, 2))
+                (alone,) = run(self.without(two))
+                first, second = *run(one), *run(self.twice(two))
+                self.assertNotEqual(first.tokens, alone.tokens)
+                self.assertEqual(2 * alone.tokens, second.tokens)  # also once it has stored
 
     def test_edited_files(self) -> None:
         """Files that are edited in place make another model, whatever it is called."""

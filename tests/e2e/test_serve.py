@@ -21,11 +21,10 @@ from e2e.serving import (
     environment,
     metric,
     scraped,
-    servers,
     starting,
     transfer,
 )
-from helpers import soak, until
+from helpers import until
 from small_models import make_model
 
 pytestmark = pytest.mark.vllm
@@ -179,19 +178,6 @@ class ServeTest(ServerTest):
                 if metric(address, HITS):
                     break
             self.assertEqual(640, metric(address, HITS))
-
-    @soak
-    def test_restarted_server(self) -> None:
-        """A server loads what the one before it stored, and answers the same."""
-        answers, hits = [], []
-        for _ in range(2):
-            with servers(self.root, []) as (address,):
-                answers.append(complete(address))
-                hits.append(metric(address, HITS))
-
-        self.assertEqual(answers[0], answers[1])
-        self.assertEqual([0, 640], hits)
-        self.assertEqual(10, len(stored(self.root)))
 
     def test_unknown_setting(self) -> None:
         """A misspelt setting ends the command at once, with the nearest name."""

@@ -225,19 +225,14 @@ class TierTest(EngineTest):
         self.assertGreaterEqual(wrong.cached[0], LEAST)
         self.assertNotEqual(other.tokens, wrong.tokens)
 
-    def test_other_settings(self) -> None:
-        """Rows of other sizes are other rows: nothing is loaded across."""
-        self.tier(BATCH)
-
-        self.assertEqual([0], self.tier(BATCH, engine={"block_size": 64}).cached)
-        self.assertEqual([0], self.tier(BATCH, engine={"dtype": "bfloat16"}).cached)
-
-    def test_salts(self) -> None:
-        """A request finds what was stored with its own salt."""
-        mine = Batch([PROMPT], salt="mine", max_tokens=12)
+    def test_rows_apart(self) -> None:
+        """Another salt, or other sizes of blocks or elements, find nothing; the same salt does."""
+        mine, yours = (Batch([PROMPT], salt=salt, max_tokens=12) for salt in ("mine", "yours"))
         cold = self.tier(mine)
 
-        self.assertEqual([0], self.tier(Batch([PROMPT], salt="yours", max_tokens=12)).cached)
+        self.assertEqual([0], self.tier(yours).cached)
+        for engine in ({"block_size": 64}, {"dtype": "bfloat16"}):
+            self.assertEqual([0], self.tier(mine, engine=engine).cached)
         warm = self.tier(mine)
         self.assertGreaterEqual(warm.cached[0], LEAST)
         self.assertEqual(cold.tokens, warm.tokens)

@@ -191,4 +191,3 @@ WEIGHTS: Final[dict[str, Callable[[Weights], Weights]]] = {
     "V scaled by 1.05": _scaled("v_proj", 1.05),
     "K scaled by 1.05": _scaled("k_proj", 1.05),
 }
-"""Kinds of changes to the weights."""

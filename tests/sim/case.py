@@ -36,7 +36,6 @@ class Case:
 
     seed: int
     model: str = "full"
-    """One of `truth.MODELS`."""
     window: int = 80
     block_sizes: tuple[int, int] = (32, 32)
     """Before and after the restart."""

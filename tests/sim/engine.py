@@ -37,10 +37,8 @@ class Settings:
     asynchronous: bool = False
     """Whether the next step is scheduled before the last one's output is known."""
     drafts: int = 0
-    """Speculative tokens per step."""
     role: str = "kv_both"
     extra: dict[str, Any] = field(default_factory=dict)
-    """The connector's own settings."""
     seed: int = 0
 
 
@@ -143,7 +141,6 @@ def kv_cache_config(settings: Settings, config: Any) -> Any:
 @dataclass
 class Load:
     tokens: int
-    """How many were promised."""
     blocks: list[int]
     """The blocks that it fills, where vLLM recomputes single blocks; else none."""
     failed: set[int] = field(default_factory=set)

@@ -51,7 +51,6 @@ CLAIM = {
     "kind": "PersistentVolumeClaim",
     "metadata": {"name": "llm-d-kv-cache-storage"},
 }
-"""What stands for llm-d's own deployment and claim."""
 
 
 def objects(name: str) -> Any:

@@ -83,20 +83,6 @@ class TestExports(unittest.TestCase):
         self.assertEqual(set(), found - public)
         self.assertTrue(found)
 
-    def test_wheel(self) -> None:
-        """Users get the package, and of what tests use only what is meant for theirs, too."""
-        project = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
-        tools = {path.stem for path in (ROOT / "src/vua/testing").glob("[!_]*")}
-
-        self.assertIn('[tool.hatch.build.targets.wheel]\npackages = ["src/vua"]\n', project)
-        self.assertEqual(["vua"], [path.name for path in (ROOT / "src").iterdir()])
-        self.assertLessEqual(
-            tools, {"conformance", "faulty", "models", "proxy", "real_model", "throttle"}
-        )
-        self.assertLessEqual(
-            {name.rpartition(".")[2] for name in EXPECTED if "testing" in name}, tools
-        )
-
     def test_error_tree(self) -> None:
         """Each error can be caught by the names that its place in the tree promises."""
         actual = {

@@ -44,7 +44,6 @@ class Outcome(NamedTuple):
     text: str
     """``done``, ``refused`` (a VUAError), or what else was raised, with its traceback."""
     log: str
-    """What strace saw."""
 
 
 def why_not() -> str | None:
