@@ -721,58 +721,18 @@ def mutate(*arguments: str) -> int:
 
 def ci() -> int:
     """Runs what CI runs: lint, test, pythons, ..., sglang and lmcache (all of it), a short demo."""
-    steps = (
-        lint,
-        test,
-        pythons,
-        tools,
-        thorough,
-        azurite,
-        channels,
-        test_oldest,
-        test_newest,
-        sglang,
-        lmcache,
-    )
-    return next(filter(None, (one() for one in (*steps, lmcache))), 0) or demo("--quick")
+    steps = (lint, test, pythons, tools, thorough, azurite, channels, test_oldest, test_newest)
+    return next(filter(None, (one() for one in (*steps, sglang, lmcache))), 0) or demo("--quick")
 
 
 TARGETS = {
-    f.__name__.rstrip("_").replace("_", "-"): f
-    for f in (
-        *(
-            setup,
-            build,
-            wheels,
-            release,
-            man,
-            pythons,
-            demo,
-            test,
-            thorough,
-            test_oldest,
-            test_newest,
-            llama_cpp,
-            lmcache,
-        ),
-        *(lint, format_, docs, bench, replay, shares, plots, models),
-        *(
-            tools,
-            azurite,
-            channels,
-            sglang,
-            peers,
-            olympics,
-            situations,
-            transformers_campaign,
-            soak,
-            house,
-            snapshots,
-            mutate,
-            ci,
-        ),
+    one.__name__.rstrip("_").replace("_", "-"): one for one in (
+        setup, build, wheels, release, man, pythons, demo, test, thorough, test_oldest, test_newest,
+        llama_cpp, lmcache, lint, format_, docs, bench, replay, shares, plots, models, tools,
+        azurite, channels, sglang, peers, olympics, situations, transformers_campaign, soak, house,
+        snapshots, mutate, ci,
     )
-}
+}  # fmt: skip
 
 
 def main(arguments: list[str]) -> int:
