@@ -5,11 +5,9 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import unittest
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +25,6 @@ from vua.format.layout import KVLayout, Shard
 from vua.security.keyring import write_key
 from vua.security.settings import Security
 from vua.store.namespace import Namespace
-from vua.store.nearest import differences
 from vua.weights import weights_fingerprint
 
 TOKENS = list(range(500, 514))  # three chunks of 4, and two more
@@ -320,20 +317,6 @@ class TestModel(ExplainTest):
 
         self.assertEqual(self.identity, replace(expected, chunk_tokens=4))
 
-    @unittest.skipUnless(find_spec("transformers"), "needs transformers")
-    def test_adapter(self) -> None:
-        """Of what an adapter says of a real checkpoint the files tell all but the config."""
-        from transformers import AutoModelForCausalLM
-
-        from small_models import make_model
-        from vua.transformers.model import identity_of
-
-        path = make_model(self.root / "real")
-        stored = identity_of(AutoModelForCausalLM.from_pretrained(path), chunk_tokens=4)
-        found = differences(expect(str(path)), stored, complete=False)
-
-        self.assertEqual(["model"], [one.field for one in found])
-
     def test_nearest(self) -> None:
         """Fields that differ are named, but for what the files do not tell."""
         for fields, words in (
@@ -429,23 +412,3 @@ class TestQuestion(ExplainTest):
         (self.cache / name / "namespace.json").unlink()
         code, (one,) = self.ask(TOKENS, "--namespace", name)
         self.assertEqual((0, 3, "missing"), (code, one["usable_chunks"], one["description"]))
-
-    @unittest.skipUnless(find_spec("tokenizers"), "needs tokenizers")
-    def test_prompt(self) -> None:
-        """A text is cut by the model's own tokenizer."""
-        from tokenizers import Tokenizer, models, pre_tokenizers
-
-        words = {f"w{one}": one for one in TOKENS}
-        tokenizer = Tokenizer(models.WordLevel(words, unk_token="w500"))
-        tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
-        tokenizer.save(str(self.root / "tokenizer.json"))
-        self.put(TOKENS)
-        (self.root / "prompt").write_text(" ".join(words))
-        arguments = ("--prompt", self.root / "prompt", "--model", self.root)
-        _, report = run_json("explain", self.cache, *arguments)
-
-        self.assertEqual((14, 3), (report["tokens"], report["namespaces"][0]["usable_chunks"]))
-        (self.root / "tokenizer.json").write_text("{}")
-        code, _, err = run("explain", self.cache, *arguments)
-        self.assertEqual(2, code)
-        self.assertIn("not a tokenizer", err)

@@ -134,3 +134,6 @@ class PromptTest(DirectoryTest):
                 self.assertEqual((2, "", 1), (code, out, len(err.splitlines())))
                 self.assertIn(expected, err)
         self.assertEqual((2, 0), self.found("{w1"))  # a text, if a strange one
+        (self.model / "tokenizer.json").write_text("{}")
+        words = ("--prompt", self.file("w1"), "--model", self.model)
+        self.assertIn("not a tokenizer", run("explain", self.cache, *words)[2])

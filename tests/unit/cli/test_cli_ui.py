@@ -6,7 +6,6 @@ import contextlib
 import os
 import random
 import shlex
-import signal
 import socket
 import tempfile
 import time
@@ -256,19 +255,3 @@ class AccessTest(unittest.TestCase):
             self.assertEqual(200, self.page.ask("GET", "/api/overview")[0])
             threads = Path(f"/proc/{self.page.process.pid}/task")
             until(lambda: len(list(threads.iterdir())) < 100)
-
-
-class EndTest(CliTest):
-    """How it begins and ends."""
-
-    @pytest.mark.thorough
-    def test_end(self) -> None:
-        """Ctrl-C ends it, also while it looks; it starts no process that could stay."""
-        for signal_, status in ((signal.SIGINT, 130), (signal.SIGKILL, -signal.SIGKILL)):
-            with served(self.root) as page:
-                page.looked()
-                pid = page.process.pid
-                children = Path(f"/proc/{pid}/task/{pid}/children").read_text("ascii").split()
-                self.assertEqual([], children)
-                page.process.send_signal(signal_)
-                self.assertEqual(status, page.process.wait(120))

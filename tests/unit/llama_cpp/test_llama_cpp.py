@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 import unittest
 from operator import itemgetter
 from pathlib import Path
@@ -15,7 +12,7 @@ from unittest import mock
 import pytest
 
 from commands import told
-from helpers import ROOT, DirectoryTest, weights_known_later
+from helpers import DirectoryTest, weights_known_later
 from llama import BYTES_FROM, CONTEXT_TOKENS, WHERE, completed, has_llama_cpp, load_gguf, make_gguf
 from vua.capacity.saved import parted_at, saved_at
 from vua.connector.log import logger
@@ -25,19 +22,6 @@ from vua.errors import ConfigError, NotWritableError
 CHUNK = 16
 PROMPT = [1, *(BYTES_FROM + byte for byte in range(40, 140))]
 WHOLE = len(PROMPT) // CHUNK * CHUNK
-OTHER_PROCESS = """
-import json, sys
-from pathlib import Path
-from llama import completed, has_llama_cpp, load_gguf
-has_llama_cpp()
-from vua.llama_cpp import VUALlamaCache
-llm = load_gguf(Path(sys.argv[1]))
-cache = VUALlamaCache(llm, sys.argv[2], chunk_tokens=16)
-cache.ready()
-llm.set_cache(cache)
-state = cache[json.loads(sys.argv[3])]
-print(json.dumps([state.n_tokens, completed(llm, json.loads(sys.argv[3]))]))
-"""
 
 
 @unittest.skipUnless(has_llama_cpp(), WHERE)
@@ -192,21 +176,6 @@ class TestLlamaCpp(DirectoryTest):
             self.assertAlmostEqual(mine, its, delta=mine / 50)
         self.assertIn(" s saved, ", logged.records[-1].getMessage())
         self.assertEqual(str(total), told(self.store))
-
-    @pytest.mark.thorough
-    def test_other_process(self) -> None:
-        """Another process loads what this one stored."""
-        first, _ = self.cached()
-        cold = completed(first, PROMPT)
-        paths = [str(ROOT / "src"), str(ROOT / "tests"), *filter(None, sys.path)]
-        done = subprocess.run(
-            [sys.executable, "-c", OTHER_PROCESS, str(self.model), str(self.store), str(PROMPT)],
-            env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
-            capture_output=True, text=True, check=False,
-        )  # fmt: skip
-
-        self.assertEqual(0, done.returncode, done.stderr)
-        self.assertEqual([WHOLE, cold], json.loads(done.stdout))
 
     def test_not_twice(self) -> None:
         """What the engine has computed itself is not loaded, and not written a second time."""
