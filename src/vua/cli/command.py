@@ -107,7 +107,6 @@ class Entry(NamedTuple):
     module: str
     """In :mod:`vua.cli`; imported when the command runs, so that the list costs no import."""
     text: str
-    """What it does, in a few words."""
 
 
 GROUPS: Final[dict[str, dict[str, Entry]]] = {
@@ -143,10 +142,8 @@ GROUPS: Final[dict[str, dict[str, Entry]]] = {
         "identify": Entry("args", "digest a model's weights once for all that start it"),
     },
 }
-"""All commands as `vua --help` lists them."""
 ENTRIES: Final = {name: entry for group in GROUPS.values() for name, entry in group.items()}
 COMMANDS: Final[dict[str, click.Command]] = {}
-"""Commands of imported modules, by name."""
 EXAMPLES: Final[dict[str, tuple[str, ...]]] = {
     "ls": ("vua ls /mnt/kv --sort size", "vua ls /mnt/kv --model qwen --long"),
     "inspect": ("vua inspect /mnt/kv/1cbb*/4f/4f90*/*.safetensors",),
@@ -168,7 +165,6 @@ EXAMPLES: Final[dict[str, tuple[str, ...]]] = {
     "identify": ("vua identify /models/llama",),
     "key": ("vua key own.key", "vua key keys --salt tenant-a"),
 }
-"""Lines to begin with; a test parses them."""
 _UNITS_S: Final = {"s": 1, "m": 60, "h": 3600, "d": 86400, "w": 604800}
 
 F = TypeVar("F", bound=Callable[..., "Report | int"])
@@ -204,7 +200,6 @@ def option(spec: str, text: str, name: str = "", **more: Any) -> Callable[[W], W
 @option("--tenant-keys DIR", "keys of cache salts: the same as the engines'")
 @option("--encrypt", "chunks of --key-file are encrypted")
 def _security(**given: Any) -> Security:
-    """Return the settings from the options. Raises ConfigError for unusable keys."""
     from vua.security.keyring import check_keys  # noqa: PLC0415 - help goes without
     from vua.security.settings import Security  # noqa: PLC0415 - likewise
 
@@ -291,8 +286,6 @@ def with_help(one: C) -> C:
 
 
 class _Command(click.Command):
-    """A command whose help explains its arguments, and ends with examples."""
-
     def format_help_text(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         super().format_help_text(ctx, formatter)
         arguments = [one for one in self.params if isinstance(one, _Argument)]

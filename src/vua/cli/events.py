@@ -155,7 +155,6 @@ class EventSocket:
             self._serve(left_s)
 
     def _serve(self, seconds: float | None) -> None:
-        """Wait so long (None: without limit) for a subscription."""
         if self._out.poll(None if seconds is None else max(1, seconds * 1000)):
             try:
                 self._subscribe(self._out.recv_multipart(self._zmq.DONTWAIT))
@@ -174,7 +173,6 @@ class EventSocket:
 
 _INTERVAL_S: Final = 5.0
 _BATCH: Final = 1024
-"""Events per batch: routers request batches again, of which some thousands are kept."""
 
 
 _CLEARED: Final = {"type": "AllBlocksCleared"}

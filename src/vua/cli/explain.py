@@ -54,11 +54,9 @@ class Answer:
 
     namespace: Description
     state: str
-    """State of ``namespace.json``."""
     differences: list[FieldDifference] | None
     """From the model's files; None without a model."""
     length: int = 0
-    """Tokens of the prompt."""
     groups: tuple[GroupState, ...] = ()
     """Empty if the namespace is not described, or the prompt is not cached."""
     others: Continuations | None = None
@@ -69,9 +67,7 @@ class Answer:
     seal: Seal | None = None
     """The seal of the prompt's files; None if they are not sealed."""
     locked: str = ""
-    """Why the prompt is not cached at all."""
     blocks: tuple[int, ...] = BLOCKS
-    """The engines' tokens per block."""
 
     @property
     def usable(self) -> int:

@@ -37,7 +37,6 @@ _PIECES: Final = 1 << 10
 _LINE_S: Final = 0.2
 """Least time between two updates of the progress line."""
 _FORECAST_S: Final = 1.0
-"""Show the remaining time after so long."""
 
 _STYLES: Final = {
     **dict.fromkeys(("ok", "sound", "stored"), "green"),
@@ -124,8 +123,6 @@ def plain(text: str) -> str:
 
 
 class _Guarded:
-    """A text stream that passes only printable characters and line ends."""
-
     def __init__(self, stream: TextIO) -> None:
         self.beyond = stream
         """The stream itself, for the few intended control sequences."""

@@ -42,7 +42,6 @@ class Prompt:
     ids: bytes
     """Token ids as little-endian u32."""
     salt: str = ""
-    """The request's `cache_salt`."""
 
 
 def read_text(file: str) -> str:

@@ -23,8 +23,6 @@ if TYPE_CHECKING:
 
 
 class _Commands(click.Group):
-    """All commands, in order; each is imported at first use."""
-
     def list_commands(self, ctx: click.Context) -> list[str]:
         del ctx
         return list(ENTRIES)

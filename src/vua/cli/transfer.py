@@ -155,7 +155,6 @@ def _write(
 def _write_chunk(
     source: NamespaceCatalog, chunk: str, writer: Writer, done: _ExportCounts, kept: set[str]
 ) -> None:
-    """Add a chunk if all its files are sound and its prefix is included."""
     path = chunk_path(chunk)
     names = source.listed(chunk)
     marks = [name for name in names if name.startswith(AFTER)]

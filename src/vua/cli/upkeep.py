@@ -33,7 +33,6 @@ from vua.io.words import about, counted, size
 from vua.security.settings import Security
 
 _LEFT: Final = ("within", "chunks", "nbytes", "exact", "free_nbytes")
-"""What `vua gc --json` says of the cache after it."""
 _dry_run = option("--dry-run", "only show what would be deleted")
 _yes = option("--yes", "do not ask (it asks on a terminal only)")
 

@@ -50,8 +50,7 @@ from vua.security.settings import Security
 from vua.storage.description import Description
 
 
-def show_findings(findings: Sequence[Finding], rules: Rules | None = None) -> None:
-    """Print findings, and lifecycle rules that fit the cache."""
+def _show_findings(findings: Sequence[Finding], rules: Rules | None) -> None:
     rows = [(one.level, one.name, one.text) for one in findings]
     table(["state", "what", "found"], rows)
     if rules is not None:
@@ -92,7 +91,7 @@ def doctor(
         rules, more = catalog.rules()
         findings += more
     return Report(
-        partial(show_findings, findings, rules),
+        partial(_show_findings, findings, rules),
         status=DAMAGED if any(one.level == "bad" for one in findings) else SOUND,
         directory=directory,
         findings=[asdict(one) for one in findings],

@@ -387,7 +387,6 @@ class VUALlamaCache(BaseLlamaCache):
                 self._warn("what an abandoned stream computed is not stored: %s", problem)
 
     def _warn(self, text: str, problem: object) -> None:
-        """Log once per kind of trouble: numbers make no other kind."""
         kind = re.sub(r"\d+", "", text % problem)
         log.log(logging.DEBUG if kind in self._said else logging.WARNING, text, problem)
         self._said.add(kind)

@@ -118,7 +118,6 @@ def parse(data: bytes | bytearray) -> State:
 
 
 def _head(kind: int, dim: int, *, transposed: bool = False) -> bytes:
-    """Return what llama.cpp writes before each layer's K or V."""
     itemsize = _word(kind).itemsize
     if transposed:
         return struct.pack("<iII", kind, itemsize, dim)
@@ -128,7 +127,6 @@ def _head(kind: int, dim: int, *, transposed: bool = False) -> bytes:
 def _layers(
     data: bytes | bytearray, at: int, head: bytes, layers: int, shape: tuple[int, int]
 ) -> tuple[list[Array], int]:
-    """Return K or V of all layers, and where they end."""
     found, count = list[Array](), shape[0] * shape[1]
     word = _word(struct.unpack_from("<i", head)[0])
     for _ in range(layers):
