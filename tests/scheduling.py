@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
 from vua.connector.cache_spec import Group, Model
-from vua.connector.metadata import ScheduledRequest, ScheduledStep
+from vua.connector.metadata import (
+    ConnectorMetadata,
+    GroupLoad,
+    LoadOrder,
+    SaveOrder,
+    ScheduledRequest,
+    ScheduledStep,
+)
 from vua.format.identity import Identity
 from vua.format.layout import KVLayout
 
@@ -74,3 +82,41 @@ def answer(side: Any, request: Any) -> tuple[int, bool]:
     while (given := side.matched_tokens(request, 0))[0] is None:
         side.take_loads()
     return given
+
+
+def worker_of(root: Any, caches: Sequence[Any], layout: KVLayout, **given: Any) -> Any:
+    """A `WorkerSide` that has taken over an engine's caches, one per layer, and stores at ``root``.
+
+    ``given``: of the model, of the worker or of the settings.
+    """
+    from vua.connector.config import ConnectorConfig
+    from vua.connector.group_transfer import Rank
+    from vua.connector.worker import WorkerSide
+    from vua.vllm import page_layout
+
+    of_model = {name: given.pop(name) for name in _OF_MODEL if name in given}
+    of_worker = {name: given.pop(name) for name in _OF_WORKER if name in given}
+    model = given.pop("model", None) or model_of(layout, **of_model)
+    size = layout.chunk_tokens
+    config = ConnectorConfig(shared_storage_path=str(root), chunk_tokens=size, **given)
+    side = WorkerSide(model, config, Rank(0, 0), **of_worker)
+    names = [f"model.layers.{at}" for at in range(len(caches))]
+    numbers = {name: at for at, name in enumerate(names)}
+    tables = dict.fromkeys(names, 0)
+    side.register(dict(zip(names, caches, strict=True)), numbers, tables, page_layout)
+    return side
+
+
+_OF_MODEL = ("block", "name", "trusts_itself", "blocks", "workers")
+_OF_WORKER = ("memory", "identification", "events", "clock")
+
+
+def loading(keys: Sequence[Any], blocks: Sequence[int], name: str = "r") -> ConnectorMetadata:
+    """The order to load these chunks into these blocks."""
+    part = GroupLoad(0, 0, keys[-1].stop, keys)
+    return ConnectorMetadata(loads=[LoadOrder(name, [list(blocks)], [part])])
+
+
+def saving(keys: Sequence[Any], blocks: Sequence[int], **more: Any) -> ConnectorMetadata:
+    """The order to store these chunks from these blocks."""
+    return ConnectorMetadata(saves=[SaveOrder([list(blocks)], [(0, keys)], **more)])

@@ -103,36 +103,29 @@ def to_load(
     return GroupLoad(number, first, stop, found.keys.run(first // size, -(-stop // size)))
 
 
-class Step(NamedTuple):
-    """What one step does for a request."""
-
-    chunks: range
-    """The prompt's chunks that are complete after it, and were not ordered to be saved before."""
-    tables: Sequence[Sequence[int]]
-    """The request's block table in this step, per cache group; 0 if a block is freed."""
-    reused: range = range(0)
-    """In a request's first step: chunks before it from the engine's own prefix cache, whose windows
-    may not be stored."""
-
-
-def to_save(model: Model, number: int, found: PrefixMatch, step: Step) -> Sequence[ChunkKey]:
-    """Return those of the step's chunks that a group needs, and that are still in its blocks.
+def to_save(
+    model: Model, number: int, found: PrefixMatch, chunks: range, reused: range, tables: Tables
+) -> Sequence[ChunkKey]:
+    """Return those chunks of a prompt that a group needs, and that are still in its blocks.
 
     Args:
         model: the engine's KV cache.
         number: the group's index in it.
         found: the result of the prompt's lookup.
-        step: what happens now.
+        chunks: those that are complete now, and were not ordered to be saved before.
+        reused: in a request's first step, those before them from the engine's own prefix cache,
+            whose windows may not be stored.
+        tables: the request's block table in this step, per cache group; 0 if a block is freed.
     """
     group = model.groups[number]
     if group.layout.window is None:
-        return found.keys.run(step.chunks.start, step.chunks.stop)
+        return found.keys.run(chunks.start, chunks.stop)
     wanted, leads = found.windows[number], group in model.leading
     return [
         found.keys[chunk]
-        for chunk in (*(chunk for chunk in step.reused if chunk in wanted), *step.chunks)
+        for chunk in (*(chunk for chunk in reused if chunk in wanted), *chunks)
         if leads or chunk in wanted or chunk >= found.prompt_chunks  # of unknown end
-        if model.in_blocks(group, chunk, step.tables)
+        if model.in_blocks(group, chunk, tables)
     ]
 
 
@@ -491,10 +484,9 @@ class SaveScheduler:
         if stop == first and not reused:
             return
         tables = self._tables(state, step)
-        progress = Step(range(first, stop), tables, reused)
         parts: list[tuple[int, Sequence[ChunkKey]]] = []
         for number in range(len(self.model.groups)):
-            wanted = to_save(self.model, number, found, progress)
+            wanted = to_save(self.model, number, found, range(first, stop), reused, tables)
             if wanted and (keys := self._orders.left(number, wanted, state)):
                 parts.append((number, keys))
         if not parts:

@@ -16,9 +16,8 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
 from functools import partial
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import torch
 
@@ -57,23 +56,15 @@ from vua.format.keys import ChunkKey
 from vua.format.layout import Shard
 from vua.io.pool import Breaker, Job, Pool
 from vua.io.words import counted
-from vua.store.agreement import Agreement
 from vua.store.store import UNJUDGED
 from vua.weights import Identification, Weights
 
 
-@dataclass(frozen=True, slots=True)
-class _ComputedChunk:
-    group: GroupTransfer
-    key: ChunkKey
-    buffer: Any
-
-
-@dataclass(frozen=True, slots=True)
-class _Comparison:
+class _Comparison(NamedTuple):
     order: WitnessOrder
-    chunks: Sequence[_ComputedChunk]
     groups: Sequence[GroupTransfer]
+    chunks: list[tuple[GroupTransfer, ChunkKey, Any]]
+    """The computed ones, each in a buffer for saves."""
 
 
 class Comparisons:
@@ -88,33 +79,33 @@ class Comparisons:
 
     def begin(self, order: WitnessOrder, groups: Sequence[GroupTransfer]) -> None:
         """Copy an order's chunks out of the engine's blocks and compare them in the background."""
-        chunks: list[_ComputedChunk] = []
+        what = _Comparison(order, groups, [])
         try:
             for number, keys in order.parts:
                 for key in keys:
                     buffer = groups[number].save_buffers.take()
                     if buffer is None:
-                        self._give_back(chunks)
-                        self._tell(Verdict(order.number, text="all buffers are in use"))
+                        self._give_back(what)
+                        self.cannot(order, "all buffers are in use")
                         return
-                    chunks.append(_ComputedChunk(groups[number], key, buffer))
+                    what.chunks.append((groups[number], key, buffer))
                     groups[number].gather([buffer], [key], [order.block_ids])
-            self._pool.submit(self._compare, _Comparison(order, chunks, groups))
+            self._pool.submit(self._compare, what)
         except Exception as problem:  # an error costs a comparison, never a request
             log.exception("a chunk could not be copied to be compared")
-            self._give_back(chunks)
-            self._tell(Verdict(order.number, text=f"{problem}"))
+            self._give_back(what)
+            self.cannot(order, f"{problem}")
 
-    def cannot(self, order: WitnessOrder) -> None:
-        self._tell(Verdict(order.number, text="the worker cannot read its blocks"))
+    def cannot(self, order: WitnessOrder, why: str = "the worker cannot read its blocks") -> None:
+        self._tell(Verdict(order.number, text=why))
 
     def give_up(self) -> None:
         self._pool.give_up()
 
     def _is_late(self, job: Job[_Comparison]) -> None:
         if not job.started:
-            self._give_back(job.what.chunks)
-        self._tell(Verdict(job.what.order.number, text="the storage does not answer"))
+            self._give_back(job.what)
+        self.cannot(job.what.order, "the storage does not answer")
 
     def close(self, timeout_s: float) -> None:
         self._pool.close(timeout_s=timeout_s)
@@ -129,23 +120,31 @@ class Comparisons:
         except Exception:  # likewise
             log.exception("a chunk could not be compared")
         finally:
-            self._give_back(job.what.chunks)
+            self._give_back(job.what)
             if job.settle():
                 self._tell(verdict, order.request_id, gone)
 
     def _judge(self, job: Job[_Comparison]) -> tuple[Verdict, bool]:
         found: list[ComparisonResult] = []
         missing, is_hurt = "there was no whole chunk to compare", False
-        for chunk in job.what.chunks:
-            agreement, writers = self._agreement(chunk)
+
+        def computed(group: GroupTransfer, buffer: Any) -> list[torch.Tensor]:
+            group.fetch([buffer])
+            return [array[0] for array in buffer.arrays]
+
+        for group, key, buffer in job.what.chunks:
+            agreement, writers = ShardFiles(group.store, group.shard).agreement(
+                *(key, partial(computed, group, buffer), group.group.layers),
+                quantised=self._quantised,
+            )
             job.progress()
-            name = f"chunk {chunk.key.name[:12]}"
+            name = f"chunk {key.name[:12]}"
             if isinstance(agreement, str):
                 missing = f"{name}: its file is {agreement}"
                 is_hurt |= agreement not in UNJUDGED
                 continue
-            text = f"{name}, tokens from {chunk.key.start}: {agreement}"
-            found.append(ComparisonResult(chunk.key.start, writers, agreement.ratio, text))
+            text = f"{name}, tokens from {key.start}: {agreement}"
+            found.append(ComparisonResult(key.start, writers, agreement.ratio, text))
         return Verdict(job.what.order.number, tuple(found), "" if found else missing), is_hurt
 
     def _weed(self, job: Job[_Comparison]) -> int | None:
@@ -164,16 +163,6 @@ class Comparisons:
                 gone.append(key.start)
         return min(gone, default=None)
 
-    def _agreement(self, chunk: _ComputedChunk) -> tuple[Agreement | str, frozenset[bytes]]:
-        group = chunk.group
-        files = ShardFiles(group.store, group.shard)
-
-        def computed() -> list[torch.Tensor]:
-            group.fetch([chunk.buffer])
-            return [array[0] for array in chunk.buffer.arrays]
-
-        return files.agreement(chunk.key, computed, group.group.layers, quantised=self._quantised)
-
     def _tell(self, verdict: Verdict, request_id: str = "", gone: int | None = None) -> None:
         with self._reporter.writing() as report:
             report.verdicts.append(verdict)
@@ -182,9 +171,9 @@ class Comparisons:
                 report.retry.add(request_id)
 
     @staticmethod
-    def _give_back(chunks: Sequence[_ComputedChunk]) -> None:
-        for chunk in chunks:
-            chunk.group.save_buffers.give_back(chunk.buffer)
+    def _give_back(what: _Comparison) -> None:
+        for group, _, buffer in what.chunks:
+            group.save_buffers.give_back(buffer)
 
 
 log = logger("worker")

@@ -12,28 +12,19 @@ import pytest
 import torch
 from devices import on_cpu_too
 
-from helpers import DirectoryTest, bits, flip, has_native, keys_of, noise, save_step, until
-from scheduling import model_of
+from helpers import DirectoryTest, bits, has_native, keys_of, noise, save_step, until
+from scheduling import loading, saving, worker_of
+from vua.connector import device_transfer
 from vua.device import xxh3
 from vua.format.layout import KVLayout
 
 pytestmark = pytest.mark.vllm
 
-HAS_VLLM = bool(find_spec("vllm"))
-
-if HAS_VLLM:
-    from vua.connector import device_transfer
-    from vua.connector.config import ConnectorConfig
-    from vua.connector.group_transfer import Rank
-    from vua.connector.metadata import ConnectorMetadata, GroupLoad, LoadOrder, SaveOrder
-    from vua.connector.worker import WorkerSide
-    from vua.vllm import page_layout
-
 LAYOUT = KVLayout(3, 2, 8, 8, "BF16", 16)
 CHUNKS, BLOCKS = 33, 80
 
 
-@unittest.skipUnless(HAS_VLLM and has_native(), "needs vLLM, and native code")
+@unittest.skipUnless(find_spec("vllm") and has_native(), "needs vLLM, and native code")
 class RingTest(DirectoryTest):
     """A prompt of 33 chunks by buffers of two."""
 
@@ -44,35 +35,18 @@ class RingTest(DirectoryTest):
         self.enterContext(mock.patch.object(device_transfer, "_LOAD_NBYTES", two))
         self.keys = keys_of(range(16 * CHUNKS), 16)
         self.memory = noise(3, BLOCKS, 2, 16, 16, dtype=torch.bfloat16, seed=1)
-        first = self.side(self.memory)
-        order = SaveOrder([list(range(CHUNKS))], [(0, self.keys)])
-        save_step(first, ConnectorMetadata(saves=[order]))
+        first = worker_of(self.root, list(self.memory), LAYOUT)
+        save_step(first, saving(self.keys, range(CHUNKS)))
         until(lambda: first.saves.pending == 0)
         first.shutdown()
         self.other = torch.zeros(3, BLOCKS, 2, 16, 16, dtype=torch.bfloat16)
-        self.reader = self.side(self.other)
+        self.reader = worker_of(self.root, list(self.other), LAYOUT)
+        self.addCleanup(self.reader.shutdown)
         self.group = self.reader.groups[0]
         self.blocks = [BLOCKS - 1 - at for at in range(CHUNKS)]
 
-    def side(self, memory: torch.Tensor) -> WorkerSide:
-        model = model_of(LAYOUT)
-        config = ConnectorConfig(shared_storage_path=str(self.root), chunk_tokens=16)
-        side = WorkerSide(model, config, Rank(0, 0))
-        names = [f"model.layers.{at}" for at in range(3)]
-        caches = dict(zip(names, memory, strict=True))
-        side.register(
-            caches,
-            {name: at for at, name in enumerate(names)},
-            dict.fromkeys(names, 0),
-            page_layout,
-        )
-        self.addCleanup(side.shutdown)
-        return side
-
     def load(self) -> None:
-        part = GroupLoad(0, 0, 16 * CHUNKS, self.keys)
-        order = LoadOrder("r", [self.blocks], [part])
-        self.reader.start_loads(ConnectorMetadata(loads=[order]))
+        self.reader.start_loads(loading(self.keys, self.blocks))
         until(lambda: self.reader.take_received(idle=True))
 
     def check(self, chunks: int) -> None:
@@ -106,26 +80,11 @@ class RingTest(DirectoryTest):
         self.assertEqual([CHUNKS] * 2, [one.chunks for one in rings.found])
         self.assertEqual(self.group.load_buffers.limit, self.group.load_buffers.left)
 
-    @pytest.mark.thorough
-    def test_damage(self) -> None:
-        """A turned bit in one chunk: those before it are loaded, and the file goes."""
-        path = self.path(20)
-        flip(path, path.stat().st_size - 1)
-        self.load()
-        self.check(20)
-        self.assertFalse(path.exists())
-
     def test_another_chunk(self) -> None:
         """A sound file under the name of another chunk is not taken for it."""
         self.path(7).write_bytes(self.path(8).read_bytes())
         self.load()
         self.check(7)
-
-    def test_missing(self) -> None:
-        """What follows a chunk that is gone is not loaded."""
-        self.path(11).unlink()
-        self.load()
-        self.check(11)
 
     def test_busy_buffers(self) -> None:
         """With too few buffers for a ring it is loaded by what there is."""

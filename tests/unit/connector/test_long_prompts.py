@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 
 from helpers import DirectoryTest, until
-from scheduling import model_of
 from vua.connector.config import WorkerResources
 from vua.connector.write_queue import WriterCount
 from vua.format.layout import KVLayout
@@ -20,8 +19,7 @@ from vua.format.layout import KVLayout
 pytestmark = pytest.mark.vllm
 
 if find_spec("vllm"):
-    from saves import LLAMA_8B, SavingEngine, Sink
-    from vua.connector.group_transfer import save_limit
+    from saves import SavingEngine, Sink
 
 SMALL = KVLayout(2, 1, 8, 4, "F32", 64)
 TOKENS, STEP_TOKENS = 32768, 8192
@@ -180,24 +178,3 @@ class LongPromptTest(DirectoryTest):
         self.assertEqual((10, 10), (engine.leading(request), len(self.sink.names)))
         engine.update(request)
         self.assertEqual({"yes": 640, "no": TOKENS - 640}, self.shares())
-
-
-@unittest.skipUnless(find_spec("vllm"), "vLLM is not installed")
-class MemoryTest(unittest.TestCase):
-    def limit(self, *, workers: int = 1, mib: int = 0, step_tokens: int = STEP_TOKENS) -> int:
-        """For how many chunks of Llama 8B there are buffers."""
-        model = model_of(LLAMA_8B, workers=workers, block=16, step_tokens=step_tokens)
-        return save_limit(model, LLAMA_8B.full.payload_nbytes(LLAMA_8B), mib)
-
-    def test_default(self) -> None:
-        """Two full steps or 512 MiB; an eighth of the machine's memory for all workers at most."""
-        with unittest.mock.patch(
-            "vua.connector.group_transfer.machine_memory_nbytes", return_value=64 << 30
-        ):
-            self.assertEqual(256, self.limit())  # 2 GiB
-            self.assertEqual(64, self.limit(step_tokens=2048))
-            self.assertEqual(64, self.limit(step_tokens=512))  # 512 MiB
-            self.assertEqual(1024, self.limit(step_tokens=131072))  # 8 GiB
-            self.assertEqual(128, self.limit(step_tokens=131072, workers=8))
-            self.assertEqual(512, self.limit(mib=4096))
-            self.assertEqual(1, self.limit(mib=1))

@@ -11,8 +11,6 @@ from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
 
-import torch
-
 from commands import run, told
 from helpers import DirectoryTest, caches_of, until
 from vua.capacity.saved import Totals, advice, parted_at, prefills_of, saved_at, saved_today
@@ -89,21 +87,6 @@ class TestSavings(DirectoryTest):
             engine.loaded(100, 0, 0.05)
             engine.close()
             self.assertEqual(known, engine.total.priced_tokens > 0, kind)
-
-    @QUICK
-    @HANGING
-    def test_closed_while_writing(self) -> None:
-        """An engine that ends during its first write keeps what it measured meanwhile."""
-        speed, go = PrefillSpeed(64), threading.Event()
-        engine = Savings(speed, wall=lambda: self.now)
-        engine.keep_at(self.root, "k", Security())
-        with mock.patch("vua.connector.savings.forget_old", side_effect=lambda *_: go.wait()):
-            engine.looked_up(NAME, 0, 1, 64)
-            until(lambda: saved_at(self.root) == {DAY: Totals(1)})
-            speed.measured(1000, 500_000, 2.0)
-            engine.close()
-            go.set()
-        until(lambda: prefills_of(self.root, "k"))
 
     @QUICK
     def test_short_prompts(self) -> None:
@@ -244,18 +227,6 @@ class TestSavings(DirectoryTest):
             self.assertIn(f"began: {told(root)}", logged.records[-1].getMessage())
             ((_, noted),) = parted_at(root).items()
             self.assertEqual([{"16": 1}], [*noted.values()])
-
-    def test_one_file(self) -> None:
-        """However often a process opens a cache, it has one file, which tells the sum."""
-        tokens, cache = list(range(8)), caches_of(layers=1, heads=1, tokens=8, dim=8)
-        for number in range(3):
-            with VUA(VUAConfig(split_factor=4), self.root) as vua, VUA(vua.config, self.root) as it:
-                it.put(tokens, cache)
-                vua.get_closest([torch.tensor(tokens), torch.tensor(tokens[:5])])
-                it.get_closest([7] * 8)
-            said = f" {12 * (number + 1)} tokens loaded, {3 * (number + 1)} of {5 * (number + 1)} "
-            self.assertIn(said, told(self.root))
-        self.assertEqual(1, self.kept())
 
     def test_some_priced(self) -> None:
         """Beside an engine that knows its prefills the line says whose time is known."""

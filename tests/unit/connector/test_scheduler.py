@@ -231,27 +231,6 @@ class SchedulerTest(unittest.TestCase):
                 until(all_noted)  # the lookup's thread may note its own after the count
                 self.assertEqual(retain_s, noted)
 
-    def test_an_orchestrators_hints(self) -> None:
-        """Those of vLLM's envelope are heeded like a client's options; older vLLMs have none."""
-        side = self.side()
-        try:
-            from vllm.v1.kv_hints import KvHintAction, KvHintsEnvelope
-        except ImportError:
-            self.skipTest("vLLM 0.32 is the first with hints")
-        envelope = KvHintsEnvelope(
-            protocol_version="0.1",
-            message_id="m",
-            actions=[
-                KvHintAction("1", "kv.retain", "1.0", {"ttl_seconds": 5}),
-                KvHintAction("2", "kv.fetch", "1.0", {"keys": [1]}),
-            ],
-        )
-        asked = request_of("a", kv_hints=envelope)
-        with self.assertLogs("vllm.vua.requests", "WARNING"):
-            answer(side, asked)
-        side.finished(asked)
-        self.until_counted(side, {"retained": 1, "unknown": 1})
-
     def test_hints_of_a_full_budget(self) -> None:
         """Half of the limit may be promised: what is beyond is refused, and counted."""
         side = self.side(limits=Limits(max_bytes=4 * 256))  # two chunks of 256 bytes

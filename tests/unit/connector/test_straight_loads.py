@@ -10,20 +10,14 @@ from unittest import mock
 
 import pytest
 
-from helpers import DirectoryTest, bits, flip, has_native, keys_of, noise, save_step, until
-from scheduling import model_of
+from helpers import DirectoryTest, bits, has_native, keys_of, noise, save_step, until
+from scheduling import loading, saving, worker_of
+from vua.connector.metadata import LoadOrder
 from vua.format.layout import KVLayout
 from vua.io.pool import Job, Pool
 from vua.store.store import Loader
 
 pytestmark = pytest.mark.vllm
-
-if find_spec("vllm"):
-    from vua.connector.config import ConnectorConfig
-    from vua.connector.group_transfer import Rank
-    from vua.connector.metadata import ConnectorMetadata, GroupLoad, LoadOrder, SaveOrder
-    from vua.connector.worker import WorkerSide
-    from vua.vllm import page_layout
 
 LAYOUT = KVLayout(2, 1, 8, 4, "F32", 16)
 
@@ -35,31 +29,26 @@ class CachedLoadTest(DirectoryTest):
         super().setUp()
         if not has_native():
             self.skipTest("native code is not built: python3 dev.py build")
-        model = model_of(LAYOUT)
-        config = ConnectorConfig(shared_storage_path=str(self.root), chunk_tokens=16)
-        self.side = WorkerSide(model, config, Rank(0, 0))
+        self.layers = [noise(12, 1, 16, 12, seed=at) for at in range(2)]
+        self.side = worker_of(self.root, self.layers, LAYOUT)
         self.addCleanup(self.side.shutdown)
-        self.layers = {f"model.layers.{at}": noise(12, 1, 16, 12, seed=at) for at in range(2)}
-        tables = dict.fromkeys(self.layers, 0)
-        layer_of = {name: at for at, name in enumerate(self.layers)}
-        self.side.register(self.layers, layer_of, tables, page_layout)
-        self.keys = keys_of(range(48), 16)
-        orders = ConnectorMetadata(saves=[SaveOrder([[1, 2, 3]], [(0, self.keys)])])
-        save_step(self.side, orders)
+        keys = keys_of(range(48), 16)
+        save_step(self.side, saving(keys, [1, 2, 3]))
         until(lambda: len(self.files()) == 3 and self.side.saves.pending == 0)
         self.side.stats.take()
-        self.order = LoadOrder("r", [[5, 6, 7]], [GroupLoad(0, 0, 48, self.keys)])
+        self.orders = loading(keys, [5, 6, 7])
+        (self.order,) = self.orders.loads
         self.pool = Pool[LoadOrder](1, "test", timeout_s=60)
         self.job = Job(self.pool, print, self.order)
 
     def load(self) -> dict[str, Any]:
         """Load the order; return what was recorded meanwhile."""
-        self.side.start_loads(ConnectorMetadata(loads=[self.order]))
+        self.side.start_loads(self.orders)
         self.assertEqual({"r"}, until(lambda: self.side.take_received(idle=True)))
         return self.side.stats.take() or {}
 
     def blocks(self, *ids: int) -> list[bytes]:
-        return [bits(layer[list(ids)]) for layer in self.layers.values()]
+        return [bits(layer[list(ids)]) for layer in self.layers]
 
     def begin(self) -> tuple[int, str | None]:
         return self.side.groups[0].load(self.order.parts[0], self.job, lambda: None)
@@ -70,20 +59,6 @@ class CachedLoadTest(DirectoryTest):
         self.assertEqual({"blocks": nbytes}, self.load()["vua_loaded_bytes_total"])
         self.assertEqual(set(), self.side.take_failed_blocks())
         self.assertEqual(self.blocks(1, 2, 3), self.blocks(5, 6, 7))
-
-    def test_damage(self) -> None:
-        """What comes before a bad chunk is loaded; the bad one is judged, and moved aside."""
-        store, before = self.side.groups[0].store, self.blocks(6)
-        [bad] = [path for path in self.files() if self.keys[1].name in str(path)]
-        flip(bad, bad.stat().st_size - 1)
-        found = self.load()
-        self.assertEqual({"corrupt": 1}, found["vua_load_stops_total"])
-        self.assertEqual({6, 7}, self.side.take_failed_blocks())
-        self.assertEqual(1, store.counts["corrupt"])
-        self.assertEqual(2, len(self.files()))
-        self.assertEqual(self.blocks(1), self.blocks(5))
-        self.assertNotEqual(before, self.blocks(6), "all but the last checksum is right")
-        self.assertEqual(before[0][-4:], self.blocks(6)[0][-4:])
 
     def test_nobody_waits_any_more(self) -> None:
         """A load that was given up writes into no block; control: the same one that is wanted."""

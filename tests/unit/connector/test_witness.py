@@ -337,15 +337,6 @@ class WitnessTest(EngineTest):
                 self.assertEqual(0, self.ask(witness, "a", found, *bad))
                 self.assertEqual(tokens, witness.limit(request_of("b"), found, 0))
 
-    def test_restart(self) -> None:
-        """An engine of the same setup is not asked again; one of another setup is."""
-        found = found_of(4)
-        self.ask(self.witness(), "a", found)
-        self.assertEqual(64, self.witness().limit(request_of("b"), found, 0))
-        self.assertEqual(0, self.witness().limit(request_of("b", lora="/a"), found, 0))
-        self.assertEqual(0, self.witness(setup="other").limit(request_of("b"), found, 0))
-        self.assertEqual(0, self.witness(setup="").limit(request_of("b"), found, 0))
-
     def test_engines_of_one_setup(self) -> None:
         """What an engine of the same setup stored loads at once, on any host, until it differs."""
         same, other = "a" * 64, "b" * 64

@@ -6,6 +6,7 @@ import threading
 import unittest
 from collections.abc import Callable
 from contextlib import nullcontext
+from dataclasses import replace
 from importlib.util import find_spec
 from types import SimpleNamespace
 from typing import Any
@@ -16,7 +17,14 @@ import torch
 from devices import on_cpu_too
 
 from helpers import DirectoryTest, bits, keys_of, noise, save_step, until
-from scheduling import model_of
+from scheduling import loading, saving, worker_of
+from vua.connector.cache_spec import UncachedError
+from vua.connector.config import Timeouts, WorkerResources
+from vua.connector.device_transfer import DeviceGroupTransfer
+from vua.connector.metadata import ConnectorMetadata
+from vua.connector.request import SaveHints
+from vua.connector.weights_watch import EngineMemory, EngineState
+from vua.connector.worker import WorkerSide
 from vua.device.staging import Fence, Staging
 from vua.errors import StorageError
 from vua.format.identity import Identity
@@ -25,20 +33,8 @@ from vua.storage.base import Batch
 
 pytestmark = pytest.mark.vllm
 
-if find_spec("vllm"):
-    from vua.connector.cache_spec import UncachedError
-    from vua.connector.config import ConnectorConfig, Timeouts, WorkerResources
-    from vua.connector.device_transfer import DeviceGroupTransfer
-    from vua.connector.group_transfer import Rank
-    from vua.connector.metadata import ConnectorMetadata, GroupLoad, LoadOrder, SaveOrder
-    from vua.connector.request import SaveHints
-    from vua.connector.weights_watch import EngineMemory, EngineState
-
-    ONE_THREAD = WorkerResources(load_threads=1)
-    LITTLE = WorkerResources(load_threads=1, max_pending_save_mib=1)
-    from vua.connector.worker import WorkerSide
-    from vua.vllm import page_layout
-
+ONE_THREAD = WorkerResources(load_threads=1)
+LITTLE = WorkerResources(load_threads=1, max_pending_save_mib=1)
 LAYOUT = KVLayout(2, 1, 8, 4, "F32", 16)
 BLOCKS = 12
 IO_S = 1.0
@@ -83,12 +79,8 @@ class HangingTest(DirectoryTest):
         """A worker with a cache full of noise, and three chunks of it stored."""
         super().setUp()
         self.now_s, self.tick_s = 100.0, 0.0
+        self.layers = [noise(BLOCKS, 1, 16, 12, seed=layer) for layer in range(2)]
         self.side = self.worker()
-        self.layers = {
-            f"model.layers.{layer}": noise(BLOCKS, 1, 16, 12, seed=layer) for layer in range(2)
-        }
-        layer_of = {name: at for at, name in enumerate(self.layers)}
-        self.side.register(self.layers, layer_of, dict.fromkeys(self.layers, 0), page_layout)
         self.keys = keys_of(range(48), 16)
         self.save(self.keys)
         until(lambda: len(self.files()) == 3 and self.side.saves.pending == 0)
@@ -107,31 +99,27 @@ class HangingTest(DirectoryTest):
         until(lambda: self.storage.calls)
         self.now_s += 1.1 * IO_S
 
-    def worker(
-        self, memory: Any = None, *, of_vllm: dict[str, Any] | None = None, **settings: Any
-    ) -> WorkerSide:
-        """A worker on this test's directory, which computes with ``memory``."""
-        settings = {"worker": ONE_THREAD, "timeouts": Timeouts(io_s=IO_S)} | settings
-        model = model_of(LAYOUT, **(of_vllm or {}))
-        config = ConnectorConfig(shared_storage_path=str(self.root), chunk_tokens=16, **settings)
-        side = WorkerSide(model, config, Rank(0, 0), memory=memory, clock=self.clock)
+    def worker(self, layers: Any = None, **given: Any) -> WorkerSide:
+        """A worker on this test's directory."""
+        given = {"worker": ONE_THREAD, "timeouts": Timeouts(io_s=IO_S)} | given
+        layers = self.layers if layers is None else layers
+        side: WorkerSide = worker_of(self.root, layers, LAYOUT, clock=self.clock, **given)
         self.addCleanup(side.shutdown)
         return side
 
     def save(self, keys: list[Any]) -> None:
         """Store chunks from the blocks 1, 2, 3."""
-        save_step(self.side, ConnectorMetadata(saves=[SaveOrder([[1, 2, 3]], [(0, keys)])]))
+        save_step(self.side, saving(keys, [1, 2, 3]))
 
     def load(self, name: str, blocks: list[int]) -> None:
-        part = GroupLoad(0, 0, 48, self.keys)
-        self.side.start_loads(ConnectorMetadata(loads=[LoadOrder(name, [blocks], [part])]))
+        self.side.start_loads(loading(self.keys, blocks, name))
 
     def received(self) -> set[str]:
         ended: set[str] = until(lambda: self.side.take_received(idle=True))
         return ended
 
     def blocks(self, *ids: int) -> list[bytes]:
-        return [bits(layer[list(ids)]) for layer in self.layers.values()]
+        return [bits(layer[list(ids)]) for layer in self.layers]
 
     def counted(self, name: str) -> dict[str, Any]:
         stats = self.side.stats.take()
@@ -147,9 +135,6 @@ class HangingTest(DirectoryTest):
         for model in ("loads", "saves"):
             with self.subTest(model):
                 self.side = self.worker(timeouts=Timeouts(io_s=3600.0, drain_s=0.2))
-                layer_of = {name: at for at, name in enumerate(self.layers)}
-                tables = dict.fromkeys(self.layers, 0)
-                self.side.register(self.layers, layer_of, tables, page_layout)
                 store = self.side.groups[0].store
                 store.storage = storage = Hanging(store.storage)  # type: ignore[assignment]
                 self.addCleanup(storage.go.set)
@@ -167,10 +152,8 @@ class HangingTest(DirectoryTest):
 
     def test_unknown_memory(self) -> None:
         """Where nobody can tell what the engine computes with, nothing is stored or loaded."""
-        side = self.worker(memory=EngineState(unknown="nobody can tell"))
-        tables = dict.fromkeys(self.layers, 0)
         with self.assertRaisesRegex(UncachedError, "nobody can tell"):
-            side.register(self.layers, dict.fromkeys(self.layers, 0), tables, page_layout)
+            self.worker(memory=EngineState(unknown="nobody can tell"))
 
     def test_blocks_of_a_vllm_that_was_not_run(self) -> None:
         """They are tried: what is put into unused ones is there, or the engine goes uncached.
@@ -183,11 +166,8 @@ class HangingTest(DirectoryTest):
             (new, apart, True),
             (new, (apart[0], apart[0]), False),
         ):
-            side, raises = self.worker(of_vllm=of_vllm), self.assertRaises(UncachedError)
-            caches = dict(zip(self.layers, layers, strict=True))
-            numbers = {name: at for at, name in enumerate(caches)}
-            with nullcontext() if fits else raises:
-                side.register(caches, numbers, dict.fromkeys(caches, 0), page_layout)
+            with nullcontext() if fits else self.assertRaises(UncachedError):
+                self.worker(layers, **of_vllm)
             self.assertFalse(apart.any())
 
     def test_hanging_load(self) -> None:
@@ -200,7 +180,7 @@ class HangingTest(DirectoryTest):
         self.assertEqual({5, 6, 7}, self.side.take_failed_blocks())
         self.assertEqual({"timeout": 1}, self.counted("vua_load_stops_total"))
 
-        for layer in self.layers.values():  # the blocks are given to another request
+        for layer in self.layers:  # the blocks are given to another request
             layer[5:8] = 1.0
         before = self.blocks(5, 6, 7)
         self.assertLess(buffers.left, free, "its thread may still write to the buffer")
@@ -211,15 +191,6 @@ class HangingTest(DirectoryTest):
         self.assertEqual(set(), self.side.take_received(idle=False))
         self.assertEqual(set(), self.side.take_failed_blocks())
 
-    def test_load_in_time(self) -> None:
-        """The same load from storage that answers fills the blocks: the control of the above."""
-        self.storage.go.set()
-        self.load("good", [5, 6, 7])
-
-        self.assertEqual({"good"}, self.received())
-        self.assertEqual(set(), self.side.take_failed_blocks())
-        self.assertEqual(self.blocks(1, 2, 3), self.blocks(5, 6, 7))
-
     @pytest.mark.thorough
     def test_waits_for_the_engine(self) -> None:
         """Blocks that a step may still use are filled behind it: no hang, and no loading time.
@@ -227,8 +198,6 @@ class HangingTest(DirectoryTest):
         A load whose blocks are free does not wait behind one that waits.
         """
         self.side = self.worker(worker=WorkerResources(load_threads=2))
-        layer_of = {name: at for at, name in enumerate(self.layers)}
-        self.side.register(self.layers, layer_of, dict.fromkeys(self.layers, 0), page_layout)
         group, step, looks = self.side.groups[0], threading.Event(), list[int]()
 
         def is_over() -> bool:
@@ -261,12 +230,8 @@ class HangingTest(DirectoryTest):
     def test_replicas_share_reads(self) -> None:
         """Ranks that hold the same heads read through the page cache, others past it."""
         for workers in (2, 1):
-            model = model_of(LAYOUT, workers=workers)
-            config = ConnectorConfig(shared_storage_path=str(self.root), chunk_tokens=16)
-            side = WorkerSide(model, config, Rank(0, 0))
-            self.addCleanup(side.shutdown)
-            storage = side.groups[0].store.storage
-            self.assertEqual(workers > 1, storage.shares_reads)
+            store = self.worker(workers=workers).groups[0].store
+            self.assertEqual(workers > 1, store.storage.shares_reads)
 
     @pytest.mark.thorough
     def test_changed_while_loading(self) -> None:
@@ -275,8 +240,7 @@ class HangingTest(DirectoryTest):
         other = Identity(model="other", chunk_tokens=16)
 
         def follow_another_namespace() -> None:
-            save = SaveOrder([[1, 2, 3]], [(0, self.keys)])
-            save_step(self.side, ConnectorMetadata(saves=[save], identity=other))
+            save_step(self.side, replace(saving(self.keys, [1, 2, 3]), identity=other))
 
         def call_into_the_worker() -> None:
             engine.calls += 1
@@ -290,10 +254,7 @@ class HangingTest(DirectoryTest):
         ]
         for change, fails in changes:
             with self.subTest(change=change):
-                self.side = self.worker(EngineState(engine))
-                layer_of = {name: at for at, name in enumerate(self.layers)}
-                tables = dict.fromkeys(self.layers, 0)
-                self.side.register(self.layers, layer_of, tables, page_layout)
+                self.side = self.worker(memory=EngineState(engine))
                 store = self.side.groups[0].store
                 store.storage = storage = Hanging(store.storage)  # type: ignore[assignment]
                 self.load("during", [5, 6, 7])
@@ -355,21 +316,14 @@ class HangingTest(DirectoryTest):
     @pytest.mark.thorough
     def test_storage_slower_than_the_engine(self) -> None:
         """What does not fit into the buffers is told, not queued, and stored when it is ordered."""
-        side, layers = self.worker(worker=LITTLE), self.layers
-        side.register(
-            layers,
-            {name: at for at, name in enumerate(layers)},
-            dict.fromkeys(layers, 0),
-            page_layout,
-        )
+        side = self.worker(worker=LITTLE)
         side.groups[0].store.storage = self.storage  # type: ignore[assignment]
         room = side.groups[0].save_buffers.left
         keys = keys_of(range(1000, 1000 + 16 * (room + 5)), 16)
 
         def order(first: int) -> ConnectorMetadata:
-            table, parts = [[1] * (len(keys) + 63)], [(0, keys[first:])]
-            start = keys[first].start
-            return ConnectorMetadata(saves=[SaveOrder(table, parts, request_id="r", start=start)])
+            table, start = [1] * (len(keys) + 63), keys[first].start
+            return saving(keys[first:], table, request_id="r", start=start)
 
         with self.assertLogs("vllm.vua.worker", "WARNING"):
             save_step(side, order(0))
@@ -406,15 +360,9 @@ class HangingTest(DirectoryTest):
 
     def test_no_thread(self) -> None:
         """Where the system gives no thread nothing is stored, and no buffer is lost."""
-        side, layers = self.worker(), self.layers
-        side.register(
-            layers,
-            {name: at for at, name in enumerate(layers)},
-            dict.fromkeys(layers, 0),
-            page_layout,
-        )
+        side = self.worker()
         room, keys = side.groups[0].save_buffers.left, keys_of(range(100, 148), 16)
-        order = ConnectorMetadata(saves=[SaveOrder([[1, 2, 3]], [(0, keys)])])
+        order = saving(keys, [1, 2, 3])
         no_more = mock.patch.object(threading.Thread, "start", side_effect=RuntimeError("no more"))
         with no_more, self.assertLogs("vllm.vua.worker", "WARNING"):
             save_step(side, order)
@@ -439,21 +387,11 @@ class HangingTest(DirectoryTest):
         self.storage.go.set()
         keys = keys_of(range(100, 148), 16)
         hints = SaveHints(pin=True)
-        save_step(self.side, ConnectorMetadata(saves=[SaveOrder([[1, 2, 3]], [(0, keys)], hints)]))
+        save_step(self.side, saving(keys, [1, 2, 3], hints=hints))
         until(lambda: self.side.saves.pending == 0)
 
         pins = sorted(path.parent.name for path in self.root.rglob("pin-*"))
         self.assertEqual(sorted(key.name for key in keys), pins)
-
-    @pytest.mark.thorough
-    def test_shutdown(self) -> None:
-        """It ends although everything hangs."""
-        self.load("late", [5, 6, 7])
-        self.save(keys_of(range(100, 148), 16))
-        until(lambda: self.storage.calls >= 2)  # both hang
-        self.tick_s = IO_S
-        with self.assertLogs("vllm.vua.worker", "WARNING"):
-            self.side.shutdown()
 
 
 class StagedHangingTest(HangingTest):
@@ -493,8 +431,7 @@ class StagedHangingTest(HangingTest):
             return Fence(event)
 
         self.storage.go.set()
-        part = GroupLoad(0, 0, 48, self.keys)
-        orders = ConnectorMetadata(loads=[LoadOrder("r", [[5, 6, 7]], [part])])
+        orders = loading(self.keys, [5, 6, 7])
         with mock.patch.object(group, "mark", mark):
             self.side.mark_loads(orders)
             self.assertEqual([0], made)
@@ -525,16 +462,16 @@ class StagedHangingTest(HangingTest):
 class DirectHangingTest(StagedHangingTest):
     """The same with files read straight into what stands for GPU memory."""
 
-    def worker(self, memory: Any = None, **settings: Any) -> Any:
+    def worker(self, layers: Any = None, **given: Any) -> Any:
         """Require GDS; its mover is the one of the CPU."""
-        return super().worker(memory, gds_mode="required", **settings)
+        return super().worker(layers, gds_mode="required", **given)
 
 
 class DirectPathsTest(DirectHangingTest):
     """What is read straight, what is not, and how both are told apart."""
 
-    test_hanging_load = test_load_in_time = test_loads_behind_a_hanging_one = None
-    test_hanging_saves = test_failing_saves = test_pin = test_shutdown = None
+    test_hanging_load = test_loads_behind_a_hanging_one = None
+    test_hanging_saves = test_failing_saves = test_pin = None
     test_engine_waits_for_a_load_that_is_given_up = None
 
     def test_paths(self) -> None:
