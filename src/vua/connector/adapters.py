@@ -31,7 +31,6 @@ class AdapterNote(NamedTuple):
     adapter: Adapter | None
     """None: it is absent, its content is unknown, or they disagree."""
     workers: int
-    """How many reported it."""
 
 
 def together(one: Mapping[int, AdapterNote], other: Mapping[int, AdapterNote]) -> dict[int, Any]:

@@ -48,7 +48,6 @@ class Group:
 
     layout: KVLayout
     layers: tuple[int, ...]
-    """Their numbers in the model, in order."""
     shards: tuple[tuple[Shard, ...], ...]
     """The rectangle of each worker: ``shards[pp rank][tp rank]``."""
     tables: tuple[int, ...]
@@ -90,13 +89,11 @@ class Model:
     blocks: int = 0
     """Number of blocks in the engine's own cache, of each of its groups."""
     step_tokens: int = 8192
-    """The most tokens that the engine computes in one step."""
     adapters_spill: bool = False
     """Whether the engine computes requests without an adapter wrongly in a step with one."""
     identified: bool = True
     """Whether the identity is complete: the weights' fingerprint takes longer than the rest."""
     loads: bool = True
-    """Whether the engine's role permits it to load."""
     trusts_itself: bool = True
     """False: the way of chunks is tried first, and what this engine has stored is compared before
     its first load, as foreign chunks."""

@@ -65,9 +65,7 @@ class RingResult(NamedTuple):
     """The result of a load."""
 
     chunks: int
-    """Leading chunks that are in their blocks, and right."""
     wanted: bool = True
-    """Whether the rest is still wanted."""
 
 
 class _Sent(NamedTuple):
@@ -163,7 +161,6 @@ class RingLoads:
         ready: Callable[[], None],
         slots: Slots,
     ) -> RingResult:
-        """Send ``end`` chunks that are read to blocks, buffer after buffer; as :meth:`load`."""
         chunks, sent = self._staging.chunks, deque[_Sent]()
         done = first = 0
         while first < end or sent:

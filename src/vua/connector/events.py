@@ -54,11 +54,9 @@ class KVEventPublisher(ABC):
         """Announce chunks of ``model`` as blocks of its first leading cache group."""
         self._tokens = model.chunk_tokens
         self.group = model.groups.index(model.leading[0])
-        """The number of the layers whose chunks are announced."""
         self._table = model.leading[0].tables[0]
         self._block = model.block_sizes[self._table]
         self._unit = math.lcm(self._tokens, self._block) // self._tokens
-        """Chunks that begin and end with a block."""
         self._announced: OrderedDict[bytes, list[Any]] = OrderedDict()
         """Per chunk the hashes of its unit's blocks; emptied when these are announced as gone."""
         self._queue: list[Any] = []

@@ -81,13 +81,11 @@ _LEAST_NBYTES: Final = 512 << 20
 _LEAST_CHUNKS: Final = 256
 """Buffers for saves, at least as many as one of these allows: a disk may stall for a while."""
 _LOAD_BUFFER_NBYTES: Final = 16 << 20
-"""Memory that one load fills at a time."""
 _BUCKET_LOAD_CHUNKS: Final = 4 * REQUESTS_AT_ONCE
 """Chunks that one load requests from a bucket at once. More than the requests under way, so that
 the link is busy while chunks are verified; and a multiple of it, since a rest would take its own
 round trip."""
 _BUCKET_BUFFER_NBYTES: Final = 64 << 20
-"""The most memory for these chunks."""
 
 Buffer: TypeAlias = StagingBuffer | DeviceBuffer
 Tables: TypeAlias = Mapping[str, int]
@@ -284,7 +282,6 @@ class GroupTransfer:
     files: ShardFiles
     """There once :meth:`reopen` was called; nothing is moved before."""
     gds: Gds | None = None
-    """May read files directly into GPU memory."""
 
     def __init__(
         self,
@@ -313,7 +310,6 @@ class GroupTransfer:
         self.save_limit = save_limit(model, payload, config.worker.max_pending_save_mib)
         self.save_buffers: Any = StagingPool(layout, self.shard, chunks=1, limit=self.save_limit)
         self._cached: list[CachedLoads] = []
-        """Those that no thread uses."""
         self._places: list[tuple[int, slice, Any]] = []
         """Where the layers are: (cache group, which of this rank's layers, the pages)."""
 
@@ -367,7 +363,6 @@ class GroupTransfer:
     def _names(
         self, kv_caches: Mapping[str, torch.Tensor], layer_of: Mapping[str, int], tables: Tables
     ) -> Sequence[str]:
-        """Return what the engine calls this shard's caches, in order. Raises UncachedError."""
         layers = self.group.layers[self.shard.layer_start : self.shard.layer_stop]
         found = {layer_of[name]: name for name in kv_caches if tables[name] in self.group.tables}
         if not found.keys() >= set(layers):

@@ -61,7 +61,6 @@ class Lookup:
         A request that wants nothing has its answer.
         """
         self.adapter = adapter
-        """The request's LoRA adapter as the workers hold it."""
         self.request = request
         self.most_tokens: int = request.num_tokens
         """Tokens of the request, at least one of which is left to compute."""
@@ -72,7 +71,6 @@ class Lookup:
         """For chunks that are already stored; workers apply them to new ones."""
         self.token_ids: Sequence[int] | None = request.prompt_token_ids
         self.media = media.look_at(request.mm_features)
-        """Identifies each image, sound or video of the request."""
         self.asked_s = asked_s
         self.answer: Future[PrefixMatch | None] = Future()
         """None if the prompt has no name, or if the storage was not asked."""
@@ -80,7 +78,6 @@ class Lookup:
         """Why the storage was not asked: it did not answer earlier lookups (``paused``), or the
         model is not identified yet (``unidentified``; `answer` may then tell what to store)."""
         self.breaker: Breaker | None = None
-        """Learns of an answer that takes too long."""
         self._late = False
         if not (options.load or options.store):
             self.answer.set_result(None)
@@ -138,7 +135,6 @@ class StepPatience:
 
     def __init__(self) -> None:
         self._left_s: float | None = None
-        """None before the first wait."""
 
     def renew(self) -> None:
         self._left_s = None

@@ -32,7 +32,6 @@ _AT_ONCE_NBYTES: Final = 1 << 20
 _THREADS: Final = Pool[None](2, "vua-media")
 _VERSION: Final = b"vua.media.v1"
 _UNKNOWN: Final = b""
-"""Represents the content of an identifier that must not be trusted."""
 
 
 class Media:
@@ -107,7 +106,6 @@ class Media:
         return any(not self._content.get(each.identifier) for each in features)
 
     def _content_of(self, feature: Any) -> bytes:
-        """Return the digest of a feature's content. Raises UncachedError."""
         before = self._content.get(feature.identifier)
         try:
             content = self._digest(feature.data) if feature.data is not None else before
@@ -169,7 +167,6 @@ def _position(feature: Any) -> tuple[bytes, ...]:
 
 
 def _digest_of(value: Any) -> bytes:
-    """Return 64 hex digits. Raises UncachedError."""
     try:
         return Content(value, _VERSION, copied=False).digest().encode()
     except (UncachedError, NotImplementedError, TypeError) as problem:  # a tensor without memory

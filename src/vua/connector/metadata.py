@@ -27,7 +27,6 @@ class GroupLoad:
     start: int
     stop: int
     keys: Sequence[ChunkKey]
-    """The chunks that cover [start, stop), in order."""
 
     def reached(self, chunks: int) -> int:
         """Return the token up to which all is loaded, given so many leading chunks."""
@@ -53,12 +52,10 @@ class SaveOrder:
     """Store whole chunks of a request whose K/V are complete after this step's forward pass."""
 
     block_ids: list[list[int]]
-    """The request's block table from its first token on, per cache group."""
     parts: list[tuple[int, Sequence[ChunkKey]]]
     """Per group of layers (its index in `Model.groups`): the chunks."""
     hints: SaveHints = field(default_factory=SaveHints)
     adapter: Adapter | None = None
-    """The request's LoRA adapter, which the worker must hold."""
     request_id: str = ""
     start: int = 0
     """The request's first token that is neither stored nor ordered to be: the order begins
@@ -77,11 +74,8 @@ class WitnessOrder:
     """
 
     number: int
-    """The comparison's sequence number."""
     block_ids: list[list[int]]
-    """The request's block table from its first token on, per cache group."""
     parts: list[tuple[int, Sequence[ChunkKey]]]
-    """Per group of layers (its index in `Model.groups`): the chunks."""
     request_id: str = ""
     stored: list[tuple[int, Sequence[ChunkKey]]] = field(default_factory=list)
     """Per group: all chunks that the request has computed although they are stored. They are read,
@@ -93,13 +87,10 @@ class ComparisonResult:
     """One worker's result for one chunk."""
 
     start: int
-    """The chunk's first token."""
     writers: frozenset[bytes]
-    """Who wrote the compared chunk."""
     ratio: float
     """The largest distance, in tolerances; see `vua.store.agreement`. Up to 1 they agree."""
     text: str = ""
-    """Which chunk, and what differs most."""
 
     @property
     def same(self) -> bool:
@@ -111,11 +102,8 @@ class Verdict:
     """The result of one worker's comparison."""
 
     number: int
-    """The order's."""
     chunks: tuple[ComparisonResult, ...] = ()
-    """Those that could be compared."""
     text: str = ""
-    """Why the rest could not."""
 
 
 @dataclass(slots=True)
@@ -129,7 +117,6 @@ class ConnectorMetadata:
     """Whose stores they concern: a worker opens this one, and another one after a reset. None: as
     before, or not known yet."""
     writer: str = ""
-    """The engine's name as a writer, see `vua.store.writer`."""
     epoch: str | None = None
     """Which epoch they belong to, a new one after a reset; None: unknown."""
     doubt: int = 0
@@ -152,7 +139,6 @@ class WorkerOutput:
     gone: list[bytes] = field(default_factory=list)
     """Prefix hashes of chunks that are gone; empty if events are off."""
     verdicts: list[Verdict] = field(default_factory=list)
-    """Results of comparisons that ended; one per worker and order."""
     left_epoch: str | None = None
     """The epoch whose weights this engine no longer has; None: none."""
     adapters: dict[int, AdapterNote] = field(default_factory=dict)
@@ -171,7 +157,6 @@ class WorkerOutput:
     sure: dict[int, int] = field(default_factory=dict)
     """How many workers have found their weights unchanged, by the number of the doubt."""
     unable: bool = False
-    """Whether a worker neither loads nor stores, so that nothing must be ordered."""
 
     def lacks(self, request_id: str, token: int) -> None:
         self.unsaved[request_id] = min(token, self.unsaved.get(request_id, token))
@@ -235,7 +220,6 @@ class ScheduledRequest:
 
     request_id: str
     computed: int
-    """Tokens computed before the step."""
     tokens: int
     """Tokens that the step computes, guesses included."""
     new_blocks: Tables

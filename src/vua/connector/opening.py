@@ -178,7 +178,6 @@ class Opening:
             log.exception("VUA: this engine is served without a stored KV cache")
 
     def _open(self, identity: Identity) -> OpenedNamespace:
-        """Open an identity's namespace. Raises StorageError, LayoutError."""
         model, config = replace(self._model, identity=identity, identified=True), self._config
         namespace = create_namespace(
             locate(config.shared_storage_path, security=config.security),

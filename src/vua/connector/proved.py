@@ -49,7 +49,6 @@ _KEPT_S: Final = 90 * 86400.0
 _MOST: Final = 1 << 14
 """Verdicts that are kept; the oldest ones beyond that are deleted."""
 _MOST_KNOWN: Final = 1 << 14
-"""Answers that are kept in memory."""
 _TIDIED_EVERY: Final = 256
 """A process cleans up at its first verdict and after every so many."""
 _VERDICTS, _COMPARED = "verdicts", "compared"

@@ -29,7 +29,6 @@ MAX_WAIT_S: Final = 60.0
 MAX_RETAIN_S: Final = 3600.0
 """The longest time for which a hint keeps chunks; longer ones are cut."""
 _SHOWN: Final = 60
-"""Characters of a client's value that a log line shows."""
 _MAX_TOKENS: Final = 1 << 62
 ACTIONS: Final = {
     "kv.retain": "retain_s",
@@ -40,7 +39,6 @@ ACTIONS: Final = {
 }
 """Types of actions in vLLM's ``kv_hints``, and the options that mean the same."""
 _VERSIONS: Final = ("0", "1")
-"""Major versions of these."""
 _MOST_ACTIONS: Final = 16
 _MOST_DIRECTIVES: Final = 64
 DEFAULT_RETAIN_S: Final = 600.0
@@ -225,7 +223,6 @@ def _shown(value: object) -> str:
 
 
 def _finite(value: Any) -> float:
-    """The number as a float; -1 if it is not a number or too large."""
     try:
         number = float(value)
     except OverflowError:

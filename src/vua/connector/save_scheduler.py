@@ -56,7 +56,6 @@ class RequestState:
     local_tokens: int = 0
     """The engine's own prefix-cache hit when it last asked."""
     decision: LoadDecision = NOTHING_STORED
-    """The decision made then."""
     admitted: bool = False
     """It has blocks: it computes or loads."""
     failed: bool = False
@@ -69,7 +68,6 @@ class RequestState:
     lookup_s: float | None = None
     """How long its first lookup took, until a load is charged for it; None: not answered."""
     load_began_s: float | None = None
-    """When its running load was ordered."""
     promised: int = 0
     """Tokens of the load, and those of them that have not failed."""
     good: int = 0
@@ -188,15 +186,12 @@ _MAX_ORDERED: Final = 1 << 16
 
 @dataclass(slots=True, eq=False)
 class _Ordered:
-    """One request's chunks in one order."""
-
     request: Any
     chain: KeyChain
     hints: SaveHints
     parts: list[tuple[int, Sequence[ChunkKey], list[bytes]]]
     """The group, its keys, and the prefix hashes of those that have not failed."""
     left: int
-    """Workers that have not ended it."""
     ended_s: float = math.inf
 
     def covers(self, state: RequestState) -> bool:
@@ -215,7 +210,6 @@ class _Orders:
 
     def __init__(self) -> None:
         self._of: dict[tuple[int, bytes], _Ordered] = {}
-        """By the group and the prefix hash."""
         self._orders: OrderedDict[int, _Ordered] = OrderedDict()
 
     def left(self, group: int, keys: Sequence[ChunkKey], state: RequestState) -> Sequence[ChunkKey]:
@@ -307,7 +301,6 @@ class SaveScheduler:
         self._origins, self._resets = Origins(block_sizes), 0
         self._orders, self._number, self._clock = _Orders(), 0, clock
         self._ended: dict[str, RequestState] = {}
-        """Requests that ended in this step."""
 
     def use(self, model: Model, witness: Witness, replies: Replies | None = None) -> None:
         """Order for another namespace from now on.

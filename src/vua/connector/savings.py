@@ -79,7 +79,6 @@ class Savings:
         self._name = secrets.token_hex(8)
         self._days: dict[str, Totals] = {}
         self._parted: dict[str, Parted] = {}
-        """By day and namespace."""
         self._waiting = deque[tuple[str, int, int, int, float]](maxlen=_WAITING)
         self._earlier = PrefillSpeed(0)
         """Of the engine before this one, then of this one's past: when prompts were longer."""
@@ -209,7 +208,6 @@ class Savings:
             log.info("VUA, since this process began: %s", "; ".join(said))
 
     def _write(self, root: Path, soon: threading.Event) -> None:
-        """Wait, then write this process's file."""
         soon.wait(_EVERY_S if self._writes else _FIRST_S)
         with self._disk:  # the one before may still write what is older
             self._due = False  # what comes from here on needs another

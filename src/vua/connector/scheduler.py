@@ -85,7 +85,6 @@ class SchedulerSide:
         self._clock = clock
         self._setup, self.stats = "", Recorder()
         self.writer = new_writer(KIND)
-        """This engine's name, under which its workers write."""
         self.witness = self._witness(model)
         self._may_load, self._may_save = loads, saves
         engine, blocks = model.engine, model.blocks * len(model.block_sizes)
@@ -102,7 +101,6 @@ class SchedulerSide:
         infinite until the first request. None: all have."""
         self._workers_open = Counter[str]()
         self.doubt = 0
-        """How often the cache was reset, for the workers."""
         self._unsure = 0
         """How many workers have not reported yet that their weights are the same as before that."""
         self._doubt_ends_s: float | None = None
@@ -330,7 +328,6 @@ class SchedulerSide:
         return True
 
     def _account(self, state: RequestState, outcome: str) -> None:
-        """Count the answer to a request's first lookup."""
         if state.lookup_s is not None:
             return
         tokens, state.lookup_s = state.request.num_tokens, self._clock() - state.arrived_s

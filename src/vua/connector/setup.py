@@ -49,9 +49,7 @@ class Engine(NamedTuple):
     """What an engine's setup consists of, beside its configuration and the model's code."""
 
     packages: tuple[str, ...]
-    """Those whose versions count."""
     plugins: tuple[str, ...]
-    """The groups of entry points that it loads."""
     environment: tuple[str, ...]
     """How the names of its variables begin."""
     aside: tuple[str, ...]

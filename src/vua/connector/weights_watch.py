@@ -72,7 +72,6 @@ class EngineMemory:
     calls: int = 0
     """How many calls may have changed the weights."""
     last_call: str = ""
-    """The name of the latest of these."""
     moves: int = 0
     """How often the weights were taken from the device or put back: the engine slept."""
     before_moves: list[Callable[[], None]] = field(default_factory=list)
@@ -97,13 +96,11 @@ class Snapshot:
         self._stream = None if device is None else torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self._distinct = [weakref.ref(tensor) for tensor in distinct.values()]
         self.on_host = all(tensor.device.type == "cpu" for tensor in tensors)
-        """Whether all are in the host's memory."""
         self._digest: list[int] | None = None
         self._lock = threading.Lock()
         self._confirmed_s = -1.0
         """When the latest check began that found nothing."""
         self.differs: str | None = None
-        """The difference that a check has found; stays."""
 
     def still_at(self, moment_s: float) -> bool:
         """Whether the tensors are unchanged, by a check at ``moment_s`` or later.
@@ -185,12 +182,10 @@ class Snapshot:
 
 class _Sample(NamedTuple):
     parts: Sequence[tuple[weakref.ref[torch.Tensor], int]]
-    """The tensors, and the phase of each."""
     lines: torch.Tensor
     """Their expected content: uint8 [lines, bytes]."""
 
     def now(self) -> torch.Tensor:
-        """Return their current content. Raises AttributeError if one is gone."""
         return torch.cat([_lines(reference(), phase) for reference, phase in self.parts])
 
 
@@ -218,7 +213,6 @@ def _tensors_of(model: Any) -> Iterator[tuple[Mapping[str, Any], str, torch.Tens
 
 
 def _flat(tensor: torch.Tensor | None) -> torch.Tensor:
-    """Return the memory of a tensor, uint8 [bytes]; not a copy. Raises AttributeError."""
     storage = tensor.untyped_storage()  # type: ignore[union-attr] # of None: it is gone
     flat = torch.empty(0, dtype=torch.uint8, device=storage.device)
     return flat.set_(storage)
@@ -300,7 +294,6 @@ class EngineState:
         """
         self._engine, self.adapters, self.unknown = engine, adapters or NoAdapters(), unknown
         self.model = None if engine is None else engine.model
-        """The model that runs; None if it is not watched."""
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
         if engine is not None:

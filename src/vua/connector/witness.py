@@ -52,7 +52,6 @@ _COMPLAIN_AFTER: Final = 3
 _QUEUE_S: Final = 600.0
 """How long a prompt may wait for its turn in an engine that does not tell."""
 _MOST_CHUNKS: Final = 8
-"""Chunks in one comparison at most."""
 _MOST_KNOWN: Final = 1 << 12
 """Writers of whom it is counted whether they agree."""
 _ODD: Final = 2
@@ -91,7 +90,6 @@ class _Case:
     """How many answers are needed for a chunk, by its first token."""
     found: dict[int, list[ComparisonResult]] = field(default_factory=dict)
     nothing: str = ""
-    """Why a worker had nothing to compare."""
 
 
 class Witness:
@@ -131,13 +129,11 @@ class Witness:
         self.known, self._tally = KnownWriters(*place), Tally(*place)
         self.be_of(setup, writer)
         self._aside: set[bytes] = set()
-        """Writers that were met and are put aside."""
         self._agreed: set[bytes] = set()
         """Other writers whose latest comparison agreed."""
         self._cases: dict[str, _Case] = {}
         """Those whose chunks are still to be computed, by the request's id."""
         self._ordered: dict[int, _Case] = {}
-        """Those that the workers are comparing."""
         self._pending: dict[tuple[Kind, bytes], _Case] = {}
         self._unanswered = 0
         self._chance = chance or random.Random()  # noqa: S311
@@ -150,7 +146,6 @@ class Witness:
         own = model.identity.epoch != config.epoch  # no other engine writes there
         asks = (self._every > 0 and not own) or not model.trusts_itself
         self.on = model.identified and asks
-        """Whether anything is compared."""
         self._told: set[str] = set()
         """Why prompts were computed, as far as was logged."""
 

@@ -269,7 +269,6 @@ class WorkerSide:
             identification.answer.add_done_callback(self._identified)
 
     def _identified(self, answer: Future[Weights]) -> None:
-        """Open the namespace for what was copied, on the thread of the search."""
         if answer.exception() is not None:  # the scheduler's half says why
             self._holds = False
         elif self._holds and self._opening.identity is None:
@@ -346,7 +345,6 @@ class WorkerSide:
             )
 
     def _take_sure(self) -> dict[int, int]:
-        """Return the doubt that was settled since the last call: the weights are the same."""
         if self._asked == self._answered or self._memory.comparing:
             return {}
         self._see_weights()

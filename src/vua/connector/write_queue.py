@@ -49,7 +49,6 @@ class WriterCount:
     def __init__(self, *, most: int = _MOST, clock: Callable[[], float] = time.monotonic) -> None:
         """Begin with one thread; never return more than ``most``. ``clock`` returns seconds."""
         self.threads = 1
-        """How many threads there should be now."""
         self._most, self._clock, self._lock = most, clock, threading.Lock()
         self._best, self._best_rate = 1, 0.0
         self._pause, self._wait, self._up = _FIRST_PAUSE, 0, True
@@ -130,8 +129,6 @@ class _Save:
 
 
 class _Hole(NamedTuple):
-    """The first chunk of a request that is not stored."""
-
     token: int
     again: bool
     """Whether to order it again when there are buffers; False if storage has failed."""
