@@ -16,7 +16,9 @@ import torch
 from devices import on_cpu_too
 
 from helpers import DirectoryTest, bits, keys_of, noise, save_step
-from scheduling import model_of
+from scheduling import loading, saving, worker_of
+from vua.connector.cache_spec import UncachedError
+from vua.connector.config import ConnectorConfig
 from vua.errors import ConfigError, LayoutError
 from vua.format.layout import KVLayout
 
@@ -28,7 +30,7 @@ FIRST_SEED = int(os.environ.get("VUA_TEST_SEED", "0"))
 
 if HAS_VLLM:
     from vua.connector import device_transfer
-    from vua.connector.metadata import ConnectorMetadata, GroupLoad, LoadOrder, SaveOrder
+    from vua.connector.metadata import GroupLoad
     from vua.vllm.cache_spec import stored_as
     from vua.vllm.page_layout import axes_of
 
@@ -44,28 +46,8 @@ class FormsTest(DirectoryTest):
         super().setUp()
         on_cpu_too(self)
 
-    def side(
-        self,
-        layout: KVLayout,
-        block_size: int,
-        caches: dict[str, torch.Tensor],
-        **settings: Any,
-    ) -> Any:
-        from vua.connector.config import ConnectorConfig
-        from vua.connector.group_transfer import Rank
-        from vua.connector.worker import WorkerSide
-        from vua.vllm import page_layout
-
-        model = model_of(layout, block=block_size, name=f"{layout}")
-        config = ConnectorConfig(shared_storage_path=str(self.root), chunk_tokens=16, **settings)
-        made = WorkerSide(model, config, Rank(0, 0))
-        made.register(
-            caches,
-            {name: at for at, name in enumerate(caches)},
-            dict.fromkeys(caches, 0),
-            page_layout,
-        )
-        return made
+    def side(self, layout: KVLayout, caches: list[torch.Tensor], **settings: Any) -> Any:
+        return worker_of(self.root, caches, layout, block=8, name=f"{layout}", **settings)
 
     def memory(self, form: str, dtype: torch.dtype, seed: int) -> tuple[torch.Tensor, list[Any]]:
         """A form's whole memory, of ten blocks of 8 slots, and what vLLM registers of it."""
@@ -85,12 +67,13 @@ class FormsTest(DirectoryTest):
         other, others = self.memory(form, dtype, seed=2)
         keys = keys_of(range(48), 16)
         out_ids, in_ids = [3, 1, 4, 8, 5, 9], [2, 7, 0, 6, 1, 4]
-        first = self.side(layout, 8, {f"model.layers.{n}": t for n, t in enumerate(layers)})
-        save_step(first, ConnectorMetadata(saves=[SaveOrder([out_ids], [(0, keys)])]))
+        first = self.side(layout, layers)
+        save_step(first, saving(keys, out_ids))
         first.shutdown()
-        second = self.side(layout, 8, {f"model.layers.{n}": t for n, t in enumerate(others)})
-        part = GroupLoad(0, 8, 40, keys)  # begins and ends inside of chunks
-        second.start_loads(ConnectorMetadata(loads=[LoadOrder("r", [in_ids], [part])]))
+        second = self.side(layout, others)
+        orders = loading(keys, in_ids)
+        orders.loads[0].parts = [GroupLoad(0, 8, 40, keys)]  # begins and ends inside of chunks
+        second.start_loads(orders)
         second.shutdown()
 
         expected = self.memory(form, dtype, seed=2)[0].cpu()
@@ -125,11 +108,9 @@ class FormsTest(DirectoryTest):
             with self.subTest(shape), self.assertRaisesRegex(LayoutError, "served uncached"):
                 axes_of(shape, **given)
         self.assertEqual("BHNC", axes_of((10, 2, 16, 16), **given))
-        from vua.connector.cache_spec import UncachedError
-
         tensor = torch.zeros(10, 3, 8, 16)
         with self.assertRaisesRegex(UncachedError, "no known layout"):
-            self.side(KVLayout(1, 2, 8, 8, "F32", 16), 8, {"model.layers.0": tensor})
+            self.side(KVLayout(1, 2, 8, 8, "F32", 16), [tensor])
 
     def test_dtypes(self) -> None:
         """fp8 is stored where its scales are the checkpoint's, and on a GPU alone."""
@@ -164,8 +145,6 @@ class FormsTest(DirectoryTest):
 
     def test_required(self) -> None:
         """Where GDS is required and there is none, the engine does not start; `auto` goes on."""
-        from vua.connector.config import ConnectorConfig
-
         if not torch.cuda.is_available():
             config = ConnectorConfig(shared_storage_path=str(self.root), gds_mode="required")
             with self.assertRaisesRegex(ConfigError, "needs a CUDA driver"):
@@ -177,8 +156,7 @@ class FormsTest(DirectoryTest):
         device_transfer.STAGED_DEVICES.remove("cpu")
         with self.assertRaisesRegex(ConfigError, "lies in CPU memory"):
             tensor = torch.zeros(10, 2, 8, 16)
-            layout = KVLayout(1, 2, 8, 8, "F32", 16)
-            self.side(layout, 8, {"model.layers.0": tensor}, gds_mode="required")
+            self.side(KVLayout(1, 2, 8, 8, "F32", 16), [tensor], gds_mode="required")
         with self.assertRaisesRegex(ConfigError, "gds_mode must be .* found 'maybe'"):
             ConnectorConfig(shared_storage_path=str(self.root), gds_mode="maybe")
 

@@ -17,6 +17,8 @@ import pytest
 import torch
 
 from helpers import until
+from vua.connector.cache_spec import UncachedError
+from vua.connector.media import Media
 
 pytestmark = pytest.mark.vllm
 
@@ -43,13 +45,9 @@ class MediaTest(unittest.TestCase):
         self.media = self.begin()
 
     def begin(self, settings: str = "s", refused: str = "", blocks: int = 8) -> Any:
-        from vua.connector.media import Media
-
         return Media(settings, refused, blocks)
 
     def refused(self, found: Any, text: str) -> None:
-        from vua.connector.cache_spec import UncachedError
-
         self.assertIsInstance(found, UncachedError)
         self.assertRegex(str(found), text)
 

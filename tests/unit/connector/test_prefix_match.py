@@ -12,10 +12,13 @@ import pytest
 
 from helpers import DirectoryTest, save_chunk
 from vua.catalog.prefix import group_state, loadable
+from vua.connector.cache_spec import Group, Model
+from vua.connector.prefix_match import branches, find, longest
 from vua.device.buffers import StagingBuffer
 from vua.format.identity import Identity
 from vua.format.keys import KeyChain, token_ids
 from vua.format.layout import KVLayout
+from vua.format.prefix import first_token, longest_prefix
 from vua.store.namespace import Namespace
 
 pytestmark = pytest.mark.vllm
@@ -32,8 +35,6 @@ class PrefixTest(DirectoryTest):
 
     def model(self, *layouts: KVLayout, block: int = 4) -> Any:
         """A model with these kinds of layers, each in a cache group of its own."""
-        from vua.connector.cache_spec import Group, Model
-
         groups = tuple(
             Group(layout, tuple(range(layout.layers)), ((layout.full,),), (number,))
             for number, layout in enumerate(layouts)
@@ -52,8 +53,6 @@ class PrefixTest(DirectoryTest):
     @pytest.mark.thorough
     def test_definition(self) -> None:
         """Over many patterns of stored windows, block sizes and prompt lengths."""
-        from vua.connector.prefix_match import find
-
         rng = np.random.default_rng(5)
         for number, (block, ragged) in enumerate(itertools.product((4, 8, 16, 24), (0, 1, 5))):
             tokens = CHUNKS * SIZE + ragged
@@ -93,8 +92,6 @@ class PrefixTest(DirectoryTest):
 
         With windows that are no whole blocks, and with windows of several blocks.
         """
-        from vua.connector.prefix_match import find, longest
-
         size, chunks = 32, 12
         full = KVLayout(1, 1, 4, 4, "U8", size)
         others = [KVLayout(1, 1, 4, 4, "U8", size, f"w{window}") for window in (40, 48, 64, 192)]
@@ -122,8 +119,6 @@ class PrefixTest(DirectoryTest):
 
     def test_what_to_store(self) -> None:
         """The window at the end, at the branch, and where prompts may part; a chunk of slack."""
-        from vua.connector.prefix_match import find
-
         model, keys = self.model(FULL, WINDOWED), self.keys(CHUNKS * SIZE)
         full, windowed = stores = Namespace.create(
             self.root, model.identity, [FULL, WINDOWED]
@@ -150,9 +145,6 @@ class PrefixTest(DirectoryTest):
 
     def test_where_prompts_may_part(self) -> None:
         """A second prompt loses an eighth at most of what it shares, by a fraction of windows."""
-        from vua.connector.prefix_match import branches
-        from vua.format.prefix import first_token, longest_prefix
-
         model, chunks = self.model(FULL, WINDOWED), 1000
         kind = model.kinds[1]
         there = {
@@ -172,8 +164,6 @@ class PrefixTest(DirectoryTest):
     @pytest.mark.thorough
     def test_probes_are_bounded(self) -> None:
         """A long prompt without any window does not cost a probe per chunk."""
-        from vua.connector.prefix_match import find
-
         model, keys = self.model(FULL, WINDOWED), self.keys(400 * SIZE)
         full, windowed = stores = Namespace.create(
             self.root, model.identity, [FULL, WINDOWED]

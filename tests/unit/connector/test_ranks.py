@@ -13,6 +13,11 @@ import torch
 from devices import on_cpu_too
 
 from helpers import DirectoryTest, save_step
+from vua.connector.cache_spec import Group, Model
+from vua.connector.config import ConnectorConfig
+from vua.connector.group_transfer import Rank
+from vua.connector.metadata import ConnectorMetadata, GroupLoad, LoadOrder, SaveOrder
+from vua.connector.worker import WorkerSide
 from vua.format.identity import Identity
 from vua.format.keys import KeyChain, token_ids
 from vua.format.layout import KVLayout
@@ -39,7 +44,6 @@ class RanksTest(DirectoryTest):
 
     def model(self, layout: KVLayout, sizes: tuple[int, int]) -> Any:
         """The model as an engine of these parallel sizes sees it."""
-        from vua.connector.cache_spec import Group, Model
         from vua.vllm.cache_spec import worker_shards
 
         shards = worker_shards(layout, pp_size=sizes[0], tp_size=sizes[1])
@@ -78,9 +82,6 @@ class RanksTest(DirectoryTest):
                 cache.view(-1, layout.k_dim)[slots] = k[:, 0]
 
     def workers(self, layout: KVLayout, sizes: tuple[int, int], *, fill: bool) -> Any:
-        from vua.connector.config import ConnectorConfig
-        from vua.connector.group_transfer import Rank
-        from vua.connector.worker import WorkerSide
         from vua.vllm import page_layout
 
         config = ConnectorConfig(shared_storage_path=str(self.root), chunk_tokens=SIZE)
@@ -96,8 +97,6 @@ class RanksTest(DirectoryTest):
             yield worker, shard, caches
 
     def save(self, layout: KVLayout, sizes: tuple[int, int]) -> None:
-        from vua.connector.metadata import ConnectorMetadata, SaveOrder
-
         for worker, _, _ in self.workers(layout, sizes, fill=True):
             save_step(worker, ConnectorMetadata(saves=[SaveOrder([self.table], [(0, self.keys)])]))
             worker.shutdown()
@@ -117,8 +116,6 @@ class RanksTest(DirectoryTest):
 
     def check(self, layout: KVLayout, sizes: tuple[int, int]) -> None:
         """Load them into all ranks and compare every page with what vLLM itself writes."""
-        from vua.connector.metadata import ConnectorMetadata, GroupLoad, LoadOrder
-
         part = GroupLoad(0, 0, CHUNKS * SIZE, self.keys)
         for worker, shard, caches in self.workers(layout, sizes, fill=False):
             worker.start_loads(ConnectorMetadata(loads=[LoadOrder("r", [self.table], [part])]))

@@ -12,13 +12,11 @@ import pytest
 import torch
 
 from helpers import noise, until
-from scheduling import model_of, request_of, step
+from scheduling import model_of, request_of, step, worker_of
 from vua.connector.config import ConnectorConfig, Timeouts
-from vua.connector.group_transfer import Rank
-from vua.connector.metadata import ConnectorMetadata
+from vua.connector.metadata import ConnectorMetadata, ScheduledRequest, ScheduledStep
 from vua.connector.scheduler import SchedulerSide
 from vua.connector.weights_watch import EngineMemory, EngineState
-from vua.connector.worker import WorkerSide
 from vua.format.layout import KVLayout
 
 pytestmark = pytest.mark.vllm
@@ -29,25 +27,16 @@ class ResetTest(unittest.TestCase):
     """Both halves of an engine that stores prompts of 64 tokens in four chunks."""
 
     def setUp(self) -> None:
-        from vua.vllm import page_layout
-
         root = self.enterContext(tempfile.TemporaryDirectory(ignore_cleanup_errors=True))
-        config = ConnectorConfig(
-            shared_storage_path=root,
-            chunk_tokens=16,
-            timeouts=Timeouts(lookup_s=5.0),
-            witness_every=0,
-        )
-        self.now_s = 0.0
-        model = model_of(KVLayout(1, 1, 8, 4, "F32", 16))
+        settings: dict[str, Any] = {"timeouts": Timeouts(lookup_s=5.0), "witness_every": 0}
+        config = ConnectorConfig(shared_storage_path=root, chunk_tokens=16, **settings)
+        self.now_s, layout = 0.0, KVLayout(1, 1, 8, 4, "F32", 16)
+        model = model_of(layout)
         self.engine = EngineMemory(torch.nn.Linear(8, 8), last_call="update")
         self.watch = memory = EngineState(self.engine)
         until(lambda: memory.expected.read)
-        self.worker = WorkerSide(model, config, Rank(0, 0), memory=memory)
+        self.worker = worker_of(root, [noise(8, 1, 16, 12)], layout, memory=memory, **settings)
         self.addCleanup(self.worker.shutdown)
-        layers = {"model.layers.0": noise(8, 1, 16, 12)}
-        tables = {"model.layers.0": 0}
-        self.worker.register(layers, tables, tables, page_layout)
         self.side = SchedulerSide(model, config, loads=True, saves=True, clock=lambda: self.now_s)
         self.addCleanup(self.side.shutdown)
         self.names = 0
@@ -73,18 +62,18 @@ class ResetTest(unittest.TestCase):
             self.side.learn(notes)
         return orders
 
+    def ask(self, request: Any, cached: int = 0) -> int:
+        """How much of a request's prompt is loaded beyond what is cached."""
+        found: int | None
+        while (found := self.side.matched_tokens(request, cached)[0]) is None:
+            self.step({})
+        return found
+
     def asked(self) -> int:
         """How much of the prompt can be loaded; what cannot is computed, and stored."""
         self.names += 1
         request = request_of(f"{self.names}")
-
-        def answer() -> int | None:
-            found = self.side.matched_tokens(request, 0)[0]
-            if found is None:
-                self.step({})
-            return found
-
-        tokens: Any = until(lambda: (answer(),)[0] is not None and (answer(),))[0]
+        tokens = self.ask(request)
         if not tokens:
             self.step({request.request_id: 0})
         self.side.finished(request)
@@ -147,3 +136,22 @@ class ResetTest(unittest.TestCase):
         self.side.reset()
         self.assertEqual(48, self.asked())
         self.assertEqual([], self.orders({"runs": 0}).saves)
+
+    def test_blocks_of_before(self) -> None:
+        """What begins with blocks that older weights filled is not stored, nor what shares them."""
+        self.engine.calls += 1
+        self.side.reset()
+        self.asked()
+        self.step({})
+        self.assertNotEqual("", self.side.epoch)
+        old, new = [1, 2, 3, 4], [5, 6, 7, 8]
+        for name, table, cached, chunks in (
+            *(("old", old, 16, 0), ("new", new, 0, 4), ("shares", old, 32, 0), ("own", new, 16, 4)),
+        ):
+            request = request_of(name, prompt_token_ids=[*range(63), len(name)], cache_salt=name)
+            self.assertEqual(0, self.ask(request, cached))
+            scheduled = ScheduledRequest(name, cached, 64 - cached, [table], begins=True)
+            orders = ConnectorMetadata()
+            self.side.add_saves(orders, ScheduledStep([scheduled], lambda _, one=table: [one]))
+            saved = sum(len(keys) for order in orders.saves for _, keys in order.parts)
+            self.assertEqual(chunks, saved, name)

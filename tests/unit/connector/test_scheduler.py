@@ -22,7 +22,10 @@ from vua.capacity.limits import Limits
 from vua.capacity.marks import settle_ttl, ttl_s_of
 from vua.capacity.saved import parted_at
 from vua.connector.config import ConnectorConfig, Timeouts
+from vua.connector.events import KVEventPublisher
 from vua.connector.metadata import ConnectorMetadata, ScheduledRequest, ScheduledStep, WorkerOutput
+from vua.connector.request import SaveHints
+from vua.connector.scheduler import SchedulerSide
 from vua.device.buffers import StagingBuffer
 from vua.format.keys import KeyChain, token_ids
 from vua.format.layout import KVLayout
@@ -58,9 +61,6 @@ class SchedulerTest(unittest.TestCase):
         workers: int = 1,
         **settings: Any,
     ) -> Any:
-        from vua.connector.events import KVEventPublisher
-        from vua.connector.scheduler import SchedulerSide
-
         class Publisher(KVEventPublisher):
             def stored_event(self, _request: Any, start: int, stop: int) -> Any:
                 return SimpleNamespace(block_hashes=[*range(start, stop, block)])
@@ -536,9 +536,6 @@ class SchedulerTest(unittest.TestCase):
 
     def test_client_limits_saves(self) -> None:
         """A client may have nothing stored, or say how long it is worth keeping."""
-        from vua.connector.metadata import ConnectorMetadata
-        from vua.connector.request import SaveHints
-
         side = self.side(allow=("pins",))
         asked = {
             "usual": asking("usual"),

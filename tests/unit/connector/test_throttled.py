@@ -11,9 +11,11 @@ from typing import Any
 import pytest
 
 from helpers import DirectoryTest, bits, keys_of, noise, save_step, until
-from scheduling import bare_connector, model_of
+from scheduling import bare_connector, model_of, request_of, saving, worker_of
 from throttle import ThrottledStorage
-from vua.connector.metadata import ScheduledRequest, ScheduledStep
+from vua.connector.config import ConnectorConfig
+from vua.connector.metadata import ConnectorMetadata, ScheduledRequest, ScheduledStep
+from vua.connector.scheduler import SchedulerSide
 from vua.format.layout import KVLayout
 from vua.storage.base import Batch, ReadResult
 
@@ -51,29 +53,20 @@ class SlowStorage(ThrottledStorage):
 class ThrottledConnectorTest(DirectoryTest):
     def start(self, **settings: Any) -> None:
         """Both halves on one directory, with a prompt of four chunks stored and one computed."""
-        from vua.connector.config import ConnectorConfig
-        from vua.connector.group_transfer import Rank
-        from vua.connector.metadata import ConnectorMetadata, SaveOrder
-        from vua.connector.scheduler import SchedulerSide
-        from vua.connector.worker import WorkerSide
-        from vua.vllm import page_layout
-
-        model = model_of(LAYOUT)
         settings |= {"witness_every": 0}
         config = ConnectorConfig(shared_storage_path=str(self.root), chunk_tokens=16, **settings)
         self.clock = Clock()
+        model = model_of(LAYOUT)
         self.side = SchedulerSide(model, config, loads=True, saves=True, clock=self.clock)
         self.addCleanup(self.side.shutdown)
-        self.worker = WorkerSide(model, config, Rank(0, 0), clock=self.clock)
+        self.layers = [noise(12, 1, 16, 12, seed=at) for at in range(2)]
+        self.worker = worker_of(self.root, self.layers, LAYOUT, clock=self.clock, **settings)
         self.addCleanup(self.worker.shutdown)
-        self.layers = {f"model.layers.{at}": noise(12, 1, 16, 12, seed=at) for at in range(2)}
-        layer_of = {name: at for at, name in enumerate(self.layers)}
-        self.worker.register(self.layers, layer_of, dict.fromkeys(self.layers, 0), page_layout)
         self.connectors = [bare_connector(str(self.root), strict=True) for _ in range(2)]
         self.connectors[0].scheduler, self.connectors[1].worker = self.side, self.worker
 
         keys = keys_of(range(64), 16)
-        save_step(self.worker, ConnectorMetadata(saves=[SaveOrder([[1, 2, 3, 4]], [(0, keys)])]))
+        save_step(self.worker, saving(keys, [1, 2, 3, 4]))
         until(lambda: len(self.files()) == 4)
         store = self.worker.groups[0].store
         self.storage = SlowStorage(store.storage, self.clock)
@@ -84,8 +77,6 @@ class ThrottledConnectorTest(DirectoryTest):
 
     def step(self, tokens: int, name: str = "x") -> list[Any]:
         """A step that computes so many tokens of a prompt; what it is ordered to save."""
-        from vua.connector.metadata import ConnectorMetadata
-
         orders, blocks = ConnectorMetadata(), [[5, 6, 7, 8]]
         new = ScheduledRequest(name, 64 - tokens, tokens, blocks, begins=True)
         self.side.take_loads()
@@ -98,23 +89,17 @@ class ThrottledConnectorTest(DirectoryTest):
         """Serve a request of 65 tokens, of which 64 are stored: what was decided."""
         from vllm.v1.outputs import KVConnectorOutput
 
-        from vua.connector.metadata import ConnectorMetadata
-
         scheduler, worker = self.connectors
         self.served += 1
         name, ids = f"{self.served}", [*range(64), 7]
-        request: Any = SimpleNamespace(
-            request_id=name, prompt_token_ids=ids, num_tokens=65, num_computed_tokens=0,
-            prompt_embeds=None, lora_request=None, cache_salt=None, mm_features=[],
-            kv_transfer_params=None,
-        )  # fmt: skip
+        request = request_of(name, prompt_token_ids=ids, num_tokens=65, num_computed_tokens=0)
         tokens, _ = until(
             lambda: (
                 (given := scheduler.get_num_new_matched_tokens(request, 0))[0] is not None and given
             )
         )
         blocks: Any = SimpleNamespace(get_block_ids=lambda: ([5, 6, 7, 8],))
-        for layer in self.layers.values():
+        for layer in self.layers:
             layer[5:9] = 0.0
         scheduler.update_state_after_alloc(request, blocks, tokens)
         if tokens:
@@ -126,7 +111,7 @@ class ThrottledConnectorTest(DirectoryTest):
                 kv_connector_worker_meta=worker.build_connector_worker_meta(),
             )
             scheduler.update_connector_output(pickle.loads(pickle.dumps(output)))
-            for layer in self.layers.values():
+            for layer in self.layers:
                 last = 5 + tokens // 16
                 self.assertEqual(bits(layer[1 : last - 4]), bits(layer[5:last]))
         saves = self.step(64 - tokens, name) if tokens < 64 else []
