@@ -229,6 +229,16 @@ class UntilKnownTest(unittest.TestCase):
             for text, line in zip(said, logs.output, strict=True):
                 self.assertIn(text, line)
 
+    def test_workers_that_open_later(self) -> None:
+        """A request waits for them: its load would fail, and its chunks would not be stored."""
+        self.config = replace(self.config, timeouts=Timeouts(lookup_s=SOON_S))
+        side, request = self.side(), request_of("waits")
+        self.known()
+        until(lambda: side.matched_tokens(request, 0) and side.states["waits"].lookup)
+        self.assertEqual((None, False), side.matched_tokens(request, 0))
+        side.learn(WorkerOutput(opened={side.identity.namespace: 1}))
+        self.assertEqual((0, False), side.matched_tokens(request, 0))
+
     def test_a_search_that_fails(self) -> None:
         """One warning, and everything is served without the cache; nothing is made."""
 
