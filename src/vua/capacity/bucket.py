@@ -20,6 +20,7 @@ import math
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Final
 
 from vua.capacity.limits import MAX_BOUNDS_NBYTES, Limits, parse_bounds
@@ -209,7 +210,7 @@ class Renewal:
         self._times = storage.times
         self.counts: Counter[str] = Counter()
         """So far: looked (chunks), renewed (objects), failed."""
-        self._touches: Touches[Sequence[str]] = Touches(self._renew)
+        self._touches = Touches()
         self._stop_s = math.inf
         self._life_s: float | None = None
         self._asked_s = -_BOUNDS_S
@@ -225,7 +226,8 @@ class Renewal:
     def used(self, keys: Keys, chunks: int) -> None:
         """Note that the first ``chunks`` chunks of ``keys`` were used; returns at once."""
         if chunks and self._stop_s == math.inf and self._touches.wants(keys[chunks - 1].name):
-            self._touches.touch([keys[index].name for index in range(chunks)])
+            names = [keys[index].name for index in range(chunks)]
+            self._touches.touch(partial(self._renew, names))
 
     def _renew(self, chunks: Sequence[str]) -> None:
         try:

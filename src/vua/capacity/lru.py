@@ -27,7 +27,7 @@ import os
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
-from typing import Final, Generic, TypeVar
+from typing import Final
 
 from vua.io.forks import new_lock
 from vua.io.pool import Pool
@@ -163,16 +163,13 @@ def next_tick_ns(directory: int) -> int:
 INTERVAL_S: Final = 60.0
 """A process touches the same prefix once in this time: 1000 hits a minute cost one touch."""
 _QUEUED_MAX: Final = 256
-T = TypeVar("T")
 
 
-class Touches(Generic[T]):
+class Touches:
     """Reports uses of one namespace on its own thread. Thread-safe."""
 
-    def __init__(self, tell: Callable[[T], object]) -> None:
-        """Call ``tell``, which raises nothing, with each use, in order."""
-        self._tell, self._recent = tell, Recent(INTERVAL_S)
-        self._thread = Pool[T](1, "vua-touch")
+    def __init__(self) -> None:
+        self._recent, self._thread = Recent(INTERVAL_S), Pool[None](1, "vua-touch")
 
     def close(self) -> None:
         """Finish what is queued, and release the thread. A second call does nothing."""
@@ -182,13 +179,13 @@ class Touches(Generic[T]):
         """Whether a prefix whose last chunk is ``last`` must be touched: once per interval."""
         return self._recent.passes(last)
 
-    def touch(self, use: T, *, wait: bool = False) -> None:
-        """Report a use: in the background, or (wait) now."""
+    def touch(self, tell: Callable[[], object], *, wait: bool = False) -> None:
+        """Call ``tell``, which raises nothing: in the background, in order, or (wait) now."""
         if wait:
-            self._tell(use)
+            tell()
         elif self._thread.waiting < _QUEUED_MAX:  # else the order of eviction is a little wrong
             with contextlib.suppress(RuntimeError):  # there is no thread, or it is closed
-                self._thread.submit(lambda job: self._tell(job.what), use)
+                self._thread.submit(lambda _: tell())
 
 
 class Recent:

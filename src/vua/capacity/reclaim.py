@@ -2,7 +2,8 @@
 
 A writer asks :meth:`Reclaimer.reserve` before it writes. While there is space it gets the answer at
 once; else it evicts, for some seconds at most, or is refused: nothing is written beyond the limit.
-Near the limit a thread looks for victims before a writer needs them. An idle cache has no thread.
+Near the limit a thread looks for victims, and evicts, before a writer has to. An idle cache has no
+thread.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from vua.capacity.limits import Limits
 from vua.capacity.lru import next_tick_ns
 from vua.capacity.policy import LRU
 from vua.capacity.removal import NOTHING, DeletionTotals, drop_empty_fans
-from vua.capacity.scan import Candidate
+from vua.capacity.scan import HIGHEST, Candidate
 from vua.capacity.spaces import spaces
 from vua.capacity.usage import UsageEstimate
 from vua.errors import ConfigError
@@ -52,6 +53,9 @@ _SEARCH_SHARE: Final = 0.95
 """From this share of the limit on victims are looked for, so that they are known when needed."""
 _FEW_VICTIMS: Final = 4096
 """With fewer victims known than these the search for more begins."""
+_AHEAD_AGE_NS: Final = 10**9
+"""Eviction ahead of need takes only chunks at least 1 s older than those being written. So a prompt
+never evicts its own prefix."""
 _TTL_INTERVAL_S: Final = 60.0
 """How often chunks are looked for whose own time to live (:mod:`vua.capacity.marks`) is over."""
 _EXPIRY_CHUNK_S: Final = 40e-6
@@ -122,7 +126,8 @@ class Reclaimer:
         self._paused_until_s = 0.0  # nothing is to be written before this, by the monotonic clock
         self._pause_s = _PAUSES_S[0]
         self._largest_bytes = 0  # of the files asked for
-        self._search_from_s = self._expire_from_s = 0.0
+        self._writing_ns = HIGHEST  # mtime of the oldest parent of what was written since then
+        self._ahead_from_s = self._search_from_s = self._expire_from_s = 0.0
         self._thread_running = False
         self._too_slow = False  # a writer waited in vain: until another one need not none waits
         self._closed = False  # also ends an eviction or a search that is under way
@@ -184,8 +189,7 @@ class Reclaimer:
             self._note_move()
             if time.monotonic() < self._paused_until_s:
                 return False
-            self._estimate.count_request(nbytes, files)
-            self._largest_bytes = max(self._largest_bytes, nbytes // files)
+            self.note_request(nbytes, before_ns, files)
             has_space = not self._estimate.is_stale and self._estimate.missing(nbytes) <= 0
             if has_space:
                 self._estimate.reserve(nbytes, files)
@@ -271,7 +275,21 @@ class Reclaimer:
             self._moves = self._held.moves
             self._estimate.forget()
             self._pause_s = _PAUSES_S[0]
-            self._paused_until_s = self._search_from_s = self._expire_from_s = 0.0
+            self._paused_until_s = self._ahead_from_s = 0.0
+            self._search_from_s = self._expire_from_s = 0.0
+
+    def note_request(self, nbytes: int, before_ns: int | None, files: int) -> None:
+        """Note what is to be written: ``files`` of ``nbytes`` in all, parent's mtime if any."""
+        self._estimate.count_request(nbytes, files)
+        self._largest_bytes = max(self._largest_bytes, nbytes // files)
+        if before_ns is not None:
+            self._writing_ns = min(self._writing_ns, before_ns)
+
+    def _is_due(self) -> bool:
+        now_s = time.monotonic()
+        if now_s >= self._expire_from_s or self._estimate.is_ageing or self._is_search_due():
+            return True
+        return now_s >= self._ahead_from_s and self._estimate.missing(self._burst_bytes() // 2) > 0
 
     def _is_search_due(self) -> bool:
         limits = self._estimate.limits
@@ -346,12 +364,18 @@ class Reclaimer:
         return freed.nbytes >= min(need, 2 * nbytes)
 
     def work_ahead(self) -> None:
-        """Measure and look for victims before a writer has to."""
+        """Measure, look for victims and evict before a writer has to."""
         if self._estimate.is_ageing:
             self.measure()
         self._expire()
         if self._is_search_due():
             self._search()
+        began_s, burst_bytes = time.monotonic(), self._burst_bytes()
+        need = self._estimate.missing(burst_bytes // 2)
+        if need > 0 and began_s >= self._ahead_from_s:
+            need = min(need, max(burst_bytes, self._largest_bytes))  # writers come in between
+            if self._evict(need + burst_bytes // 2, ahead=True).nbytes < need:
+                self._ahead_from_s = began_s + max(0.1, 11 * (time.monotonic() - began_s))
 
     def _search(self) -> None:
         """Look for victims, unless another process does so: then take what it has found."""
@@ -423,14 +447,21 @@ class Reclaimer:
             self.warn_once("mark", f"{self._root}: nothing is deleted there: {problem}")
         return False
 
-    def _evict(self, nbytes: int, before_ns: int | None) -> DeletionTotals:
+    def _evict(
+        self, nbytes: int, before_ns: int | None = None, *, ahead: bool = False
+    ) -> DeletionTotals:
         limits = self._estimate.limits
 
         def evict(_: int, now_ns: int) -> DeletionTotals:
+            most_ns = before_ns
+            if ahead:
+                with self._changed:
+                    most_ns = min(self._writing_ns, now_ns) - _AHEAD_AGE_NS
+                    self._writing_ns = HIGHEST
             return self._evictor.evict(
                 nbytes,
                 now_ns,
-                before_ns=before_ns,
+                before_ns=most_ns,
                 pins_nbytes=None if limits is None else int(limits.max_bytes * PINNED_SHARE),
                 pulse=lambda _: self._pulse(),
             )
@@ -472,8 +503,7 @@ class Reclaimer:
     def _wake(self) -> None:
         """Start the thread if something is due and none runs."""
         with self._changed:
-            is_due = time.monotonic() >= self._expire_from_s or self._estimate.is_ageing
-            if self._thread_running or self._closed or not (is_due or self._is_search_due()):
+            if self._thread_running or self._closed or not self._is_due():
                 return
             self._thread_running = True
         try:

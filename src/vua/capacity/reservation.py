@@ -24,9 +24,10 @@ import os
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import Final, NamedTuple
+from typing import Final
 
 from vua.capacity import marks
 from vua.capacity.evictor import PINNED_SHARE
@@ -108,15 +109,6 @@ _BATCH_SHARE: Final = 1 / 256
 """Share of the limit that one reservation may ask for: several processes do so independently."""
 
 
-class _Use(NamedTuple):
-    chunks: Sequence[str]
-    """Names, from the prompt's first one on."""
-    touched: int
-    """How many of them get new mtimes."""
-    is_request: bool
-    """Whether to log it; a request is logged once."""
-
-
 class Capacity:
     """The limits of one cache, for one namespace that is written. Thread-safe."""
 
@@ -142,7 +134,7 @@ class Capacity:
         self._limits = limits = Limits() if bounds is None else bounds
         self.reclaimer = Reclaimer(root, limits, self.counts, self.policy, storage)
         self.pending = Pending(_PARENT_WAIT_S)
-        self.touches: Touches[_Use] = Touches(self._note)
+        self.touches = Touches()
         self._requests, self._stores = Recent(INTERVAL_S), Recent(INTERVAL_S)
 
     def close(self) -> None:
@@ -207,14 +199,14 @@ class Capacity:
             is_new = self._requests.passes(names[-1]) or wait
         touched = chunks if wait or (chunks and self.touches.wants(names[chunks - 1])) else 0
         if is_new or touched:
-            self.touches.touch(_Use(names, touched, is_new), wait=wait)
+            self.touches.touch(partial(self._note, names, touched, is_new=is_new), wait=wait)
 
-    def _note(self, use: _Use) -> None:
+    def _note(self, chunks: Sequence[str], touched: int, *, is_new: bool) -> None:
         """Log a request, and only then show that its chunks are used: see `LeastHitDensity`."""
-        if use.is_request:
-            self.policy.asked(use.chunks)
-        if use.touched:
-            self.policy.used(self.storage.fileno(), use.chunks[: use.touched])
+        if is_new:
+            self.policy.asked(chunks)
+        if touched:
+            self.policy.used(self.storage.fileno(), chunks[:touched])
 
     def hinted(self, chunks: Sequence[str], retain_s: float, chunk_nbytes: int) -> str:
         """Retain a prompt's chunks for so many seconds, or (0) drop them.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
+from collections import Counter
 from typing import Any
 from unittest import mock
 
@@ -12,6 +13,7 @@ from replay import LAYOUT, NBYTES, Cache
 from vua.capacity.evictor import Evictor
 from vua.capacity.limits import Limits
 from vua.capacity.lru import mtime_ns_of, next_tick_ns, server_now_ns, set_mtime
+from vua.capacity.reclaim import Reclaimer
 from vua.capacity.removal import evict_chunk
 from vua.capacity.scan import Candidates, Sweep
 from vua.capacity.usage import UsageEstimate, measure
@@ -47,6 +49,17 @@ class RacesTest(DirectoryTest):
     def stored(self) -> list[int]:
         """The numbers of the chunks that are there."""
         return [at for at, name in enumerate(self.names) if mtime_ns_of(self.fd, name) is not None]
+
+    def test_own_prompt(self) -> None:
+        """Ahead of need nothing goes that a prompt, of those being written now, may begin with."""
+        for oldest, stays in ((3600, 10), (3594, 9)):  # seconds ago
+            reclaim = Reclaimer(
+                self.root, Limits(max_bytes=9 * NBYTES, min_free_bytes=0), Counter()
+            )
+            for ago_s in (oldest, 5):  # the prompt that began last is not the one to look at
+                reclaim.note_request(NBYTES, self.now_ns - ago_s * SECOND_NS, 1)
+            reclaim.work_ahead()
+            self.assertEqual(stays, len(self.stored()))
 
     def test_written_while_measured(self) -> None:
         """What is written while the directory is looked at counts, seen or not."""

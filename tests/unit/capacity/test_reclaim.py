@@ -209,6 +209,17 @@ class TestReclaim(DirectoryTest):
             list(pool.map(lambda at: self.save(caches[at], 1000 + at), range(4)))
         self.assertGreater(self.occupied(), 85 * NBYTES)
 
+    def test_ahead(self) -> None:
+        """What is old goes before the limit is reached."""
+        cache = self.fill(100, 100)
+        os.truncate(self.path(cache, 50), LARGE - 40 * NBYTES)
+        for number in range(20):
+            self.assertTrue(self.save(cache, 1000 + number))
+        until(lambda: cache.capacity.counts["chunks_evicted"])  # closing would end the thread
+        cache.capacity.close()
+        self.assertEqual(1, cache.capacity.counts["chunks_evicted"])
+        self.assertEqual((99 * LARGE - 20 * NBYTES), self.occupied())
+
     def test_without_its_prefix(self) -> None:
         """A chunk that was stored without its parent, and what follows it, displace nothing."""
         cache = Cache(self.root, 40)

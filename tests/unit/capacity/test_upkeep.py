@@ -17,10 +17,9 @@ from unittest import mock
 
 import pytest
 import torch
-from upkeep import TOKENS, USER, config, put, store_as_user
 
 from commands import run, run_json
-from helpers import SOON_S, DirectoryTest
+from helpers import SOON_S, DirectoryTest, caches_of
 from vua.capacity import marks
 from vua.capacity.evictor import PINNED_SHARE, Evictor
 from vua.capacity.gc import collect
@@ -31,11 +30,23 @@ from vua.capacity.lru import server_now_ns
 from vua.capacity.scan import Candidate, Sweep, by_mtime
 from vua.capacity.spaces import Space, spaces
 from vua.capacity.usage import measure
-from vua.core import VUA
+from vua.core import VUA, VUAConfig
 from vua.storage.mark import is_marked
 from vua.storage.names import AFTER
 
 HOUR_NS = 3600 * 10**9
+TOKENS = 64
+USER = 12345
+
+
+def config(nbytes: int | str, model: str = "model", **settings: object) -> VUAConfig:
+    return VUAConfig(split_factor=4, model=model, max_bytes=nbytes, min_free_bytes=0, **settings)
+
+
+def put(vua: VUA, first: int, tokens: int = TOKENS) -> int:
+    """Store a prompt of sixteen chunks that no other has; return how many were written."""
+    kv = caches_of(layers=1, heads=1, tokens=tokens, dim=8)
+    return vua.put(torch.arange(first * 1000, first * 1000 + tokens), kv)
 
 
 class UpkeepTest(DirectoryTest):
@@ -357,7 +368,11 @@ class TestOtherUser(UpkeepTest):
         if child == 0:
             stored = 255
             try:
-                stored = store_as_user(self.root, 3 * self.one, range(first, stop))
+                os.setgroups([])
+                os.setgid(USER)
+                os.setuid(USER)
+                with VUA(config(3 * self.one), self.root) as vua:
+                    stored = sum(put(vua, number) == 16 for number in range(first, stop))
             finally:
                 os._exit(stored)
         return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
