@@ -33,7 +33,7 @@ class TransformersCampaignTest(unittest.TestCase):
         marks = mock.Mock(return_value=((), ()))
         with (
             mock.patch.multiple(place, mark_of=marks, light_mark=blind, tensor_mark=blind),
-            mock.patch(f"{place}.State.change", return_value=""),
+            mock.patch(f"{place}.Description.change", return_value=""),
             mock.patch(f"{place}.PrefixCache._other_ids", return_value=""),
             mock.patch("vua.transformers.probe.Probe.unlike", return_value=""),
         ):

@@ -14,12 +14,12 @@ import functools
 import logging
 import os
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, NamedTuple
 
 import torch
+from torch.nn.functional import pad
 from transformers import DynamicCache
 
 from vua.connector.cache_spec import Group
@@ -29,7 +29,7 @@ from vua.errors import ConfigError, InputError, VUAError
 from vua.format.identity import Identity
 from vua.format.layout import KVLayout
 from vua.io.forks import new_lock
-from vua.serdes import DTYPE_NAMES, DTYPES
+from vua.serdes import DTYPE_NAMES
 from vua.store.agreement import distances
 from vua.store.identified import LazyStore
 from vua.store.place import locate
@@ -111,54 +111,13 @@ class Prefix:
     """Tokens that the cache holds; for a batch with padding: columns."""
 
 
-class State:
-    """A model as it was at one moment, and where its caches are kept."""
-
-    def __init__(
-        self,
-        described: Description,
-        mark: Mark,
-        open_: Callable[[Identity, Description], Stores],
-    ) -> None:
-        self.described, self.mark = described, mark
-        self.stored = LazyStore(
-            described.weights(), lambda identity: open_(identity, described), log
-        )
-
-    @property
-    def sums(self) -> bytes:
-        """The digest of all bytes, once they are identified."""
-        return self.described.sums
-
-    def is_of(self, described: Description, contents: bytes) -> bool:
-        """Whether a model with these bytes and that probe is in this state."""
-        mine = self.described
-        return (
-            contents == self.sums
-            and mine.fields == described.fields
-            and not mine.probe.unlike(described.probe.pairs, mine.probe.pairs, each=True)
-        )
-
-    def change(self, *, whole: bool) -> str:
-        """Return how the model differs from this state; "" if it does not.
-
-        Computes 16 tokens; reads all bytes if ``whole``: about as long as generating one token.
-        """
-        if difference := self.described.probe.change():
-            self.mark = Mark()  # the mark has not shown it: the next look computes the whole prompt
-            return f"the model computes something else than when it was identified: {difference}"
-        if whole and sums(self.described.model) != self.sums:
-            return "the model's tensors hold other values than were identified"
-        return ""
-
-
 class _Note:
     """State of a cache that `PrefixCache.load` returned; copies of the cache share it."""
 
     def __init__(
         self,
         model: Any,
-        state: State | None,
+        state: Description | None,
         rows: Sequence[Row],
         measured: Callable[[int, int, int, float], None],
     ) -> None:
@@ -213,17 +172,6 @@ def reason_of(problem: Exception) -> str:
     """Return an exception in one line; VUA's own speak for themselves."""
     text = str(problem) if isinstance(problem, VUAError) else f"{type(problem).__name__}: {problem}"
     return " ".join(text.split())
-
-
-@contextmanager
-def _describing() -> Iterator[None]:
-    """Turn all that a model, its config or torch raises into NoIdentityError, but for OSError."""
-    try:
-        yield
-    except (NoIdentityError, OSError):
-        raise
-    except Exception as problem:
-        raise NoIdentityError(reason_of(problem)) from problem
 
 
 class _NotedCache(DynamicCache):
@@ -304,11 +252,7 @@ class PrefixCache:
             raise ConfigError(text) from problem
         self._model, self._said = unwrapped(model), set[str]()
         self._settings: dict[str, Any] = {"chunk_tokens": chunk_tokens, "epoch": epoch}
-        self._lock = new_lock()
-        with _describing():
-            mark = mark_of(self._model)
-            described = Description(self._model, **self._settings)
-        place, first = locate(path), described
+        self._lock, place = new_lock(), locate(path)
 
         def stored(identity: Identity, groups: Sequence[Group]) -> StoredLayers:
             return StoredLayers(
@@ -318,16 +262,26 @@ class PrefixCache:
                 clock=lambda: clock(),  # noqa: PLW0108 - tests replace it
             )
 
-        def opened(identity: Identity, described: Description) -> Stores:
-            # a model that changed is not the checkpoint's
-            return Stores(identity, described, stored, share=share and described is first)
+        def use(state: Description, mark: Mark) -> Description:
+            def opened(identity: Identity) -> Stores:
+                # a model that changed is not the checkpoint's
+                return Stores(identity, state, stored, share=share and state is first)
 
-        self._open = opened
-        with _describing():
-            self._state = State(described, mark, opened)
+            state.mark, state.stored = mark, LazyStore(state.weights(), opened, log)
+            return state
+
+        self._use = use
+        try:
+            mark = mark_of(self._model)
+            first = self._state = Description(self._model, **self._settings)
             self._states, self._refused = [self._state], Mark()
+            use(self._state, mark)
             if self.ready(_START_WAIT_S):
                 self._state.stored.usable()  # says why nothing is loaded or saved
+        except (NoIdentityError, OSError):
+            raise
+        except Exception as problem:  # the model's, its config's or torch's, of any kind
+            raise NoIdentityError(reason_of(problem)) from problem
 
     def __enter__(self) -> PrefixCache:  # noqa: PYI034 - Python 3.10 has no Self
         return self
@@ -343,7 +297,7 @@ class PrefixCache:
     @property
     def layout(self) -> KVLayout:
         """The layout of these caches."""
-        return self._state.described.layout
+        return self._state.layout
 
     def ready(self, timeout_s: float | None = None) -> bool:
         """Wait until the model is identified; return whether it can be cached.
@@ -403,7 +357,7 @@ class PrefixCache:
         filled.vua_note = note
         return Prefix(filled, columns)
 
-    def _current(self) -> State | None:
+    def _current(self) -> Description | None:
         """Return the state that the model is in; None, logged once, if it has no identity (yet).
 
         Where its mark is another one, the model computes the probe again: it is in a known state,
@@ -418,10 +372,10 @@ class PrefixCache:
                 if mark == self._refused or any(not state.sums for state in self._states):
                     return None
                 self._refused = mark
-                described, contents = Description(model, **self._settings), sums(model)
-                found = next((one for one in self._states if one.is_of(described, contents)), None)
+                new, contents = Description(model, **self._settings), sums(model)
+                found = next((one for one in self._states if one.is_also(new, contents)), None)
                 if found is None:
-                    found = State(described, mark, self._open)
+                    found = self._use(new, mark)
                     self._states.append(found)
                     if len(self._states) > _MOST_STATES:
                         self._states.pop(0).stored.close()
@@ -433,9 +387,10 @@ class PrefixCache:
                 return None
             return self._state
 
-    def _fill(self, filled: DynamicCache, rows: Sequence[Row], state: State) -> int:
+    def _fill(self, filled: DynamicCache, rows: Sequence[Row], state: Description) -> int:
         """Load what is stored, if it is this model's, and return the number of columns."""
-        if (stores := state.stored.usable()) is None:
+        stores: Stores | None = state.stored.usable()
+        if stores is None:
             return 0
         began_s = clock()
         found, columns, longest = list[Sequence[LayerCache]](), 0, [0] * len(rows)
@@ -531,18 +486,14 @@ class PrefixCache:
         self, rows: Sequence[Row], layers: Sequence[LayerCache | None], columns: int, number: int
     ) -> list[torch.Tensor]:
         """Return K and V of one layer, [rows, heads, columns, dim]; zeros for padding."""
-        layout, device = self.layout, self._state.described.probe.devices[number]
+        probe = self._state.probe
+        device, none = probe.devices[number], [part[:, :0] for part in probe.layers[number]]
         if len(rows) == 1 and layers[0] and not rows[0].padding:
-            return [layers[0].k[None].to(device), layers[0].v[None].to(device)]
-        joined = []
-        for dim, part in ((layout.k_dim, "k"), (layout.v_dim, "v")):
-            shape = (len(rows), layout.kv_heads, columns, dim)
-            whole = torch.zeros(shape, dtype=DTYPES[layout.dtype], device=device)
-            for at, (row, layer) in enumerate(zip(rows, layers, strict=True)):
-                if layer:
-                    whole[at, :, row.padding :] = getattr(layer, part)
-            joined.append(whole)
-        return joined
+            return [part[None].to(device) for part in layers[0]]
+        return [
+            torch.stack([pad(one.to(device), (0, 0, columns - one.shape[1], 0)) for one in part])
+            for part in zip(*(layer or none for layer in layers), strict=True)
+        ]
 
     def save(
         self,
@@ -626,7 +577,7 @@ class PrefixCache:
 
     def _keep(
         self,
-        state: State,
+        state: Description,
         ids: torch.Tensor,
         layers: Sequence[LayerCache],
         may: Callable[[], bool],
@@ -646,7 +597,7 @@ class PrefixCache:
 
         state.stored.keep(sum(layer.k.nbytes + layer.v.nbytes for layer in layers), copy)
 
-    def _is_unchanged_since(self, note: _Note, state: State) -> bool:
+    def _is_unchanged_since(self, note: _Note, state: Description) -> bool:
         changed = "" if note.state is state else "the model changed since the load"
         return not self._say(note.change() or changed or state.change(whole=bool(state.sums)))
 

@@ -229,14 +229,7 @@ def _obstacles(ids: Any, config: Any, others: dict[str, Any]) -> Iterator[str]:
         yield "token_healing changes the prompt"
 
 
-def _ends(eos_token_id: int | list[int] | None) -> list[int]:
-    if eos_token_id is None:
-        return []
-    return [eos_token_id] if isinstance(eos_token_id, int) else list(eos_token_id)
-
-
 def _common_length(sequences: torch.Tensor, prompt: int, eos_token_id: Any) -> int:
-    ended = torch.zeros(sequences.shape[1] - prompt, dtype=torch.bool, device=sequences.device)
-    for end in _ends(eos_token_id):
-        ended |= (sequences[:, prompt:] == end).any(dim=0)
+    ends = torch.tensor([] if eos_token_id is None else eos_token_id, device=sequences.device)
+    ended = torch.isin(sequences[:, prompt:], ends).any(dim=0)
     return prompt + (int(ended.int().argmax()) + 1 if bool(ended.any()) else len(ended))

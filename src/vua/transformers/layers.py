@@ -84,7 +84,7 @@ class StoredLayers:
             durable: fsync each file.
             clock: returns seconds.
         """
-        self._root, self._identity = root, identity
+        self._root, self.identity = root, identity
         self._layouts = tuple(group.layout for group in groups)
         blocks = (identity.chunk_tokens,) * len(groups)
         self._model = Model(identity, tuple(groups), blocks)
@@ -139,7 +139,7 @@ class StoredLayers:
 
     def looked_up(self, stored: int, tokens: int) -> None:
         """Note that so many of a row's tokens are stored."""
-        name, size = self._identity.namespace, self._identity.chunk_tokens
+        name, size = self.identity.namespace, self.identity.chunk_tokens
         self._savings.looked_up(name, stored // size, (tokens - 1) // size, size)  # one is computed
 
     def loaded(self, rows: int, tokens: int, took_s: float) -> None:
@@ -190,7 +190,7 @@ class StoredLayers:
         namespace = self._opened.to_read(self._layouts)
         if namespace is not None and namespace.layouts != self._layouts:
             if not self.misfits:
-                log.warning("stored caches of %s do not fit the model", self._identity.name)
+                log.warning("stored caches of %s do not fit the model", self.identity.name)
             self.misfits = True
             namespace = self._opened.reading = None
         return namespace

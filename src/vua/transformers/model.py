@@ -40,10 +40,10 @@ from vua.format.identity import (
     varies_with_length,
 )
 from vua.format.layout import KVLayout
-from vua.store.identified import ModelDescription
-from vua.transformers.layers import LayerCache, groups_of
-from vua.transformers.mark import tensor_mark
-from vua.transformers.probe import Probe, pairs_of, run
+from vua.store.identified import LazyStore, ModelDescription
+from vua.transformers.layers import groups_of
+from vua.transformers.mark import Mark, tensor_mark
+from vua.transformers.probe import Probe
 from vua.transformers.tensors import PIECE_NBYTES, digest, named_tensors, same_bytes, sums
 from vua.weights import Weights, checkpoint_files
 from vua.weights.content import State
@@ -154,6 +154,11 @@ def unwrapped(model: Any) -> Any:
 class Description:
     """A model in one state: what it computes, and what names its caches."""
 
+    mark: Mark = ()
+    """Of the model when it was last found in this state."""
+    stored: LazyStore[Any]
+    """Where its caches are kept, once somebody wants to."""
+
     def __init__(self, model: Any, *, chunk_tokens: int, epoch: str) -> None:
         """Compute the probe; read no file.
 
@@ -171,7 +176,7 @@ class Description:
                 f"caches of a {text.model_type} model cannot be stored: {problem}"
             ) from problem
         self.layout = KVLayout(
-            layers=len(self.probe.pairs),
+            layers=len(self.probe.layers),
             kv_heads=self.probe.kv_heads,
             k_dim=self.probe.k_dim,
             v_dim=self.probe.v_dim,
@@ -222,25 +227,25 @@ class Description:
             return None
         return replace(_of(self._common, named_by(engine, self._as_loaded)), weights=weights)
 
-    def recomputed(
-        self,
-        ids: torch.Tensor,
-        before: Sequence[LayerCache],
-        layers: Sequence[LayerCache],
-        start: int,
-    ) -> str:
-        """Compute tokens from ``start`` on; return how ``layers`` differ there."""
-        past, tokens = DynamicCache(), layers[0].k.shape[1]
-        for number, layer in enumerate(before):
-            device = self.probe.devices[number]
-            past.update(layer.k[None].to(device), layer.v[None].to(device), number)
-        run(self.model, ids[start:tokens], past, start)
-        held = [(layer.k[:, start:], layer.v[:, start:]) for layer in layers]
-        computed = [
-            (k.to(held[0][0].device), v.to(held[0][0].device))
-            for k, v in pairs_of(past, start, tokens)
-        ]
-        return self.probe.unlike(computed, held)
+    def is_also(self, other: Description, contents: bytes) -> bool:
+        """Whether ``other``, a model with these bytes, is in this state."""
+        return (
+            contents == self.sums
+            and self.fields == other.fields
+            and not self.probe.unlike(other.probe.layers, self.probe.layers, each=True)
+        )
+
+    def change(self, *, whole: bool) -> str:
+        """Return how the model differs from this state; "" if it does not.
+
+        Computes 16 tokens; reads all bytes if ``whole``: about as long as generating one token.
+        """
+        if difference := self.probe.change():
+            self.mark = ()  # the mark has not shown it: the next look computes the whole prompt
+            return f"the model computes something else than when it was identified: {difference}"
+        if whole and sums(self.model) != self.sums:
+            return "the model's tensors hold other values than were identified"
+        return ""
 
     def weights(self) -> ModelDescription:
         """Return what is identified in the background: the files, and whether they hold it."""

@@ -26,6 +26,7 @@ from transformers import DynamicCache
 from vua.errors import ConfigError
 from vua.serdes import DTYPE_NAMES
 from vua.store.agreement import distances, tolerance
+from vua.transformers.layers import LayerCache
 from vua.transformers.tensors import device_of
 
 TOKENS: Final = 96
@@ -36,9 +37,6 @@ _FULL: Final = 1 / 64
 """The share of TF32's tolerance that products of float32 need: they have 13 bits more."""
 _BLOCK: Final = 1024
 """Tokens whose first layer is computed at once."""
-
-Pair = tuple[torch.Tensor, torch.Tensor]
-"""K and V of one layer, [heads, tokens, dim]."""
 
 
 def run(
@@ -92,10 +90,11 @@ def first_keys(model: Any, ids: torch.Tensor, start: int = 0, *, whole: bool = F
     return torch.cat(parts, dim=1)[:, 0 if positions else start :]
 
 
-def pairs_of(cache: DynamicCache, start: int = 0, stop: int | None = None) -> list[Pair]:
+def layers_of(cache: DynamicCache, start: int = 0, stop: int | None = None) -> list[LayerCache]:
     """Return K and V of a cache's only row, of tokens ``start`` to ``stop``."""
     return [
-        (layer.keys[0, :, start:stop], layer.values[0, :, start:stop]) for layer in cache.layers
+        LayerCache(layer.keys[0, :, start:stop], layer.values[0, :, start:stop])
+        for layer in cache.layers
     ]
 
 
@@ -140,8 +139,8 @@ class Probe:
         if len({dtype for _, dtype in shapes}) > 1 or self.dtype not in DTYPE_NAMES.values():
             raise ConfigError(f"its K and V are {sorted(shapes)}, expected one known dtype")
         self._quantised = getattr(model, "hf_quantizer", None) is not None
-        self.pairs = pairs_of(whole)
-        self._first = pairs_of(run(model, self._ids[:_FIRST]))
+        self.layers = layers_of(whole)
+        self._first = layers_of(run(model, self._ids[:_FIRST]))
         self._check_prefixes(most)
 
     def _check_prefixes(self, most: int) -> None:
@@ -150,15 +149,15 @@ class Probe:
         longer = run(model, ids[torch.cat([torch.arange(_NEAR), torch.arange(TOKENS, 160)])])
         for found, tokens, what in (
             (self._first, _FIRST, "alone"),
-            (pairs_of(longer, 0, _NEAR), _NEAR, "before other ids"),
+            (layers_of(longer, 0, _NEAR), _NEAR, "before other ids"),
         ):
-            own = [(k[:, :tokens], v[:, :tokens]) for k, v in self.pairs]
+            own = [LayerCache(k[:, :tokens], v[:, :tokens]) for k, v in self.layers]
             if difference := self.unlike(found, own):
                 raise ConfigError(
                     f"a token's K and V change with what follows it: {tokens} tokens {what}, "
                     f"{difference}"
                 )
-        known = (self.pairs[0][0][:, :_NEAR],) * 2
+        known = self.layers[0].k[:, :_NEAR]
         length = min(most + _TAIL if _has_no_end(model, most) else most - _FIRST, _LONG + _TAIL)
         long = ids.repeat(-(-length // len(ids)))[:length] if length > TOKENS else ids[:TOKENS]
         long[:_NEAR] = ids[:_NEAR]
@@ -167,21 +166,21 @@ class Probe:
             (_FIRST, first_keys(model, ids[:_NEAR], _FIRST), f"from token {_FIRST} on"),
             (0, first_keys(model, long, whole=True)[:, :_NEAR], f"in a prompt of {len(long)}"),
         ):
-            found = [(keys, keys)]
-            if difference := self.unlike(found, [(known[0][:, start:], known[1][:, start:])]):
+            found, expected = ([LayerCache(k, k)] for k in (keys, known[:, start:]))
+            if difference := self.unlike(found, expected):
                 raise ConfigError(
                     f"K of a token's first layer depends on more than the token and its position: "
                     f"{what}, {difference}"
                 )
 
     def unlike(
-        self, computed: Sequence[Pair], stored: Sequence[Pair], *, each: bool = False
+        self, computed: Sequence[LayerCache], stored: Sequence[LayerCache], *, each: bool = False
     ) -> str:
         """Return how two computations differ beyond this model's rounding; "" if they do not.
 
         Args:
             computed: K and V of each layer.
-            stored: the same tokens' of as many layers, of the same shapes.
+            stored: the same tokens', possibly on other devices.
             each: whether each token counts; else the median of 16, as a mixture of experts sends
                 some tokens to another expert where another kernel rounds otherwise.
         """
@@ -192,7 +191,7 @@ class Probe:
             if [part.shape for part in one] != [part.shape for part in other]:
                 return f"layer {number} is of other shapes"
             for name, mine, theirs in zip("KV", one, other, strict=True):
-                if torch.equal(mine, theirs):
+                if torch.equal(mine := mine.to(theirs.device), theirs):
                     continue
                 tokens = distances(mine, theirs)
                 some = (tokens[at : at + _FIRST] for at in range(0, len(tokens), _FIRST))
@@ -203,7 +202,7 @@ class Probe:
 
     def change(self) -> str:
         """Compute the first 16 ids again; return how they differ from the first time."""
-        return self.unlike(pairs_of(run(self._model, self._ids[:_FIRST])), self._first, each=True)
+        return self.unlike(layers_of(run(self._model, self._ids[:_FIRST])), self._first, each=True)
 
 
 def _is_tf32() -> bool:
@@ -227,10 +226,10 @@ def _has_no_end(model: Any, most: int) -> bool:
     return rotates and tables.isdisjoint(range(most, most + _FIRST))
 
 
-def digest_of(pairs: Sequence[Pair]) -> str:
+def digest_of(layers: Sequence[LayerCache]) -> str:
     """Return 64 hex digits that name K and V by their bytes."""
     found = hashlib.sha256()
-    for tensor in (tensor for pair in pairs for tensor in pair):
+    for tensor in (tensor for layer in layers for tensor in layer):
         data: Any = tensor.contiguous().cpu().view(torch.uint8).numpy()
         found.update(data)
     return found.hexdigest()

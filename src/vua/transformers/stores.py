@@ -19,6 +19,7 @@ from contextlib import suppress
 from dataclasses import replace
 
 import torch
+from transformers import DynamicCache
 
 from vua.connector.cache_spec import Group
 from vua.errors import VUAError
@@ -26,7 +27,7 @@ from vua.format.identity import Identity
 from vua.io.forks import new_lock
 from vua.transformers.layers import LayerCache, StoredLayers, groups_of
 from vua.transformers.model import Description
-from vua.transformers.probe import TOKENS, Pair, digest_of
+from vua.transformers.probe import TOKENS, digest_of, layers_of, run
 from vua.transformers.tensors import device_of
 
 log = logging.getLogger(__name__)
@@ -77,8 +78,22 @@ class Engine:
             if start and not before:
                 return False
             if tokens > 0 and not problem:
-                problem = self._described.recomputed(ids, before, layers, start)
+                problem = self._difference(ids, before, layers, start)
         return self._judged(problem)
+
+    def _difference(
+        self,
+        ids: torch.Tensor,
+        before: Sequence[LayerCache],
+        layers: Sequence[LayerCache],
+        start: int,
+    ) -> str:
+        past, probe, tokens = DynamicCache(), self._described.probe, layers[0].k.shape[1]
+        for number, (device, (k, v)) in enumerate(zip(probe.devices, before, strict=False)):
+            past.update(k[None].to(device), v[None].to(device), number)
+        run(self._described.model, ids[start:tokens], past, start)
+        stored = [LayerCache(k[:, start:], v[:, start:]) for k, v in layers]
+        return probe.unlike(layers_of(past, start, tokens), stored)
 
     def takes(self, ids: torch.Tensor) -> bool:
         """Whether what was computed for ``ids``, (T,), may be stored beside what is there.
@@ -121,17 +136,14 @@ class Stores:
         """
         self._identity, self._described, self._stored = identity, described, stored
         self._lock = new_lock()
-        self._settled: tuple[Identity, StoredLayers] | None = None
-        self._engines: list[Engine] = []
-        self._shared: tuple[Identity, Engine] | None = None
+        self._settled: StoredLayers | None = None
+        self._engines = [
+            Engine(name, stored(theirs, described.groups), described)
+            for name, engine in (("vLLM", "vllm"), ("SGLang", "sglang"))
+            if (theirs := described.by_engine(engine, identity.weights)) is not None
+        ]
+        self._shared = self._engines[0] if share and self._engines else None
         """Where it stores for vLLM."""
-        for name, engine in (("vLLM", "vllm"), ("SGLang", "sglang")):
-            theirs = described.by_engine(engine, identity.weights)
-            if theirs is not None:
-                there = stored(theirs, described.groups)
-                self._engines.append(Engine(name, there, described))
-                if share and engine == "vllm":
-                    self._shared = theirs, self._engines[0]
         if self._shared is None:
             self._own()
             if share:
@@ -141,32 +153,33 @@ class Stores:
                     identity.name,
                 )
 
-    def _own(self) -> tuple[Identity, StoredLayers]:
+    def _own(self) -> StoredLayers:
         with self._lock:
             if self._settled is None:
                 probe = _settled(self._identity, self._described, self._stored)
                 named = self._described.named(self._identity, probe)
-                self._settled = named, self._stored(named, self._described.groups)
+                self._settled = self._stored(named, self._described.groups)
             return self._settled
 
     @property
     def identity(self) -> Identity:
         """Under which it stores."""
         shared = self._shared
-        return self._own()[0] if shared is None or shared[1].differed else shared[0]
+        where = shared.stored if shared is not None and not shared.differed else self._own()
+        return where.identity
 
     @property
     def measured(self) -> StoredLayers:
         """The measurements of how long loads and prefills take."""
-        return self._own()[1] if self._shared is None else self._shared[1].stored
+        return self._own() if self._shared is None else self._shared.stored
 
     def to_read(self) -> Iterator[StoredLayers | Engine]:
         """Yield where something may be stored, its own first."""
         if self._shared is None:
-            yield self._own()[1]
+            yield self._own()
         yield from self._engines
-        if self._shared is not None and self._shared[1].differed:
-            yield self._own()[1]
+        if self._shared is not None and self._shared.differed:
+            yield self._own()
 
     def save(
         self,
@@ -177,13 +190,13 @@ class Stores:
         prompt: int | None = None,
     ) -> int:
         """As `StoredLayers.save`, where what was computed is stored, see `Engine.takes`."""
-        shared = self._shared is not None and self._shared[1].takes(ids)
-        where = self._shared[1].stored if self._shared and shared else self._own()[1]
+        shared = self._shared
+        where = shared.stored if shared is not None and shared.takes(ids) else self._own()
         return where.save(ids, layers, may, loaded, prompt)
 
     def close(self) -> None:
         if self._settled is not None:
-            self._settled[1].close()
+            self._settled.close()
         for engine in self._engines:
             engine.stored.close()
 
@@ -200,31 +213,23 @@ def _settled(
 
     def agreeing(ids: torch.Tensor) -> str:
         nonlocal free
-        layers, tokens = (
-            ([], 0)
-            if not stored.longest(ids)
-            else stored.read(ids, TOKENS, device_of(described.model))
-        )
-        if not layers or not tokens:
+        layers: Sequence[LayerCache] = []
+        if stored.longest(ids):
+            layers, _ = stored.read(ids, TOKENS, device_of(described.model))
+        if not layers:
             free = ids if free is None else free
             return ""
-        found: list[Pair] = [(layer.k, layer.v) for layer in layers]
-        mine = [
-            (k.to(other[0].device), v.to(other[0].device))
-            for (k, v), other in zip(probe.pairs, found, strict=True)
-        ]
-        return "" if probe.unlike(mine, found, each=True) else digest_of(found)
+        return "" if probe.unlike(probe.layers, layers, each=True) else digest_of(layers)
 
     try:
         for number in range(_MOST_PROBES):
             if name_of := agreeing(torch.full((TOKENS,), number)):
                 return name_of
         if free is not None:
-            layers = [LayerCache(k, v) for k, v in probe.pairs]
             with suppress(VUAError, OSError):  # read-only or full: named by its own bytes
-                stored.save(free, layers, lambda: True)
+                stored.save(free, probe.layers, lambda: True)
             if name_of := agreeing(free):  # another process may have been first
                 return name_of
-        return digest_of(probe.pairs)
+        return digest_of(probe.layers)
     finally:
         stored.close()

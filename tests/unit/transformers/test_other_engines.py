@@ -54,7 +54,7 @@ class TestOtherEngines(TransformersTest):
                 self.assertEqual(0, other.load(PROMPT).num_tokens)
         self.assertEqual(1, len(said.output))
         self.assertIn("what vLLM has stored for its files is not what this model", said.output[0])
-        with mock.patch("vua.transformers.model.run", side_effect=AssertionError):
+        with mock.patch("vua.transformers.stores.run", side_effect=AssertionError):
             self.assertEqual(0, other.load(PROMPT).num_tokens)
 
     def test_not_asked(self) -> None:

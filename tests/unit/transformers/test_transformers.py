@@ -392,14 +392,14 @@ class TestTransformers(TransformersTest):
     def test_what_was_loaded_is_not_looked_at(self) -> None:
         """A save begins where a load ended; a hole is found by the next load, and filled."""
         from vua.store.writer import EntryWriter
-        from vua.transformers.cache import State
+        from vua.transformers.model import Description
 
         model = self.load()
         out = self.stored(model)
         prefixes = self.prefixes(model)
         prefix = prefixes.load(PROMPT)
         with (
-            mock.patch.object(State, "change") as checked,
+            mock.patch.object(Description, "change") as checked,
             mock.patch.object(EntryWriter, "save") as written,
         ):
             self.assertEqual(0, prefixes.save(PROMPT, prefix.cache))

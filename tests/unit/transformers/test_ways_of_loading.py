@@ -54,38 +54,26 @@ class WaysTest(TransformersTest):
             self.assertRegex(said, f"named by its tensors in memory, because .*{difference}")
         self.assertEqual((WHOLE, ""), self.found(self.load()))
 
-    def test_shards(self) -> None:
-        """Sharding does not count."""
-        self.load().save_pretrained(self.root / "shards", max_shard_size="300KB")
-        self.assertEqual((WHOLE, ""), self.found(self.load(self.root / "shards")))
-        self.changed().save_pretrained(self.root / "others", max_shard_size="300KB")
-        self.assertEqual((0, ""), self.found(self.load(self.root / "others")))  # as its files say
-
-    def test_variant(self) -> None:
-        """Other weights beside those that are named."""
-        folder = self.root / "both"
-        self.load().save_pretrained(folder)
-        self.load().save_pretrained(folder, variant="same")
-        self.changed().save_pretrained(folder, variant="other")
-        self.assertEqual((WHOLE, ""), self.found(self.load(folder, variant="same")))
+    def test_where_the_weights_are(self) -> None:
+        """In shards, as a variant, in a subfolder: what is loaded counts, not what lies beside."""
+        shards, both, above = (self.root / name for name in ("shards", "both", "above"))
+        self.load().save_pretrained(both)
+        self.load().save_pretrained(above)
+        for name, model in (("same", self.load()), ("other", self.changed())):
+            model.save_pretrained(shards / name, max_shard_size="300KB")
+            model.save_pretrained(both, variant=name)
+            model.save_pretrained(above / name)
+        for folder, how in ((shards / "same", ""), (both, "variant"), (above, "subfolder")):
+            same = self.load(folder, **({how: "same"} if how else {}))
+            self.assertEqual((WHOLE, ""), self.found(same))
+        self.assertEqual((0, ""), self.found(self.load(shards / "other")))  # as its files say
         self.assert_own(
             "embed_tokens.weight differs from what the files hold",
-            *(self.load(folder, variant="other") for _ in range(2)),
+            self.load(both, variant="other"),
+            self.load(above, subfolder="other"),
         )
-
-    def test_subfolder(self) -> None:
-        """Other weights below those that are named, or weights below a folder that has none."""
-        folder = self.root / "above"
-        self.load().save_pretrained(folder)
-        self.changed().save_pretrained(folder / "other")
-        self.load().save_pretrained(folder / "same")
-        self.assertEqual((WHOLE, ""), self.found(self.load(folder, subfolder="same")))
-        self.assert_own(
-            "embed_tokens.weight differs from what the files hold",
-            self.load(folder, subfolder="other"),
-        )
-        (folder / "model.safetensors").unlink()
-        self.assert_own("no weights", *(self.load(folder, subfolder="same") for _ in range(2)))
+        (above / "model.safetensors").unlink()
+        self.assert_own("no weights", *(self.load(above, subfolder="same") for _ in range(2)))
 
     def test_revision(self) -> None:
         """Each revision in the hub's cache is its own files, whichever of them are there."""
