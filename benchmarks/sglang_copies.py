@@ -63,7 +63,7 @@ def pool(layout: KVLayout) -> Any:
 
 def main() -> None:
     """Print JSON: milliseconds of a load, and of the copy in it."""
-    keys = KeyChain(token_ids(range(PAGES * PAGE)), PAGE).first(PAGES)
+    keys, slots = KeyChain(token_ids(range(PAGES * PAGE)), PAGE), torch.arange(PAGES * PAGE)
     with tempfile.TemporaryDirectory(prefix="vua-bench-") as root:
         config = ConnectorConfig(shared_storage_path=root)
         made = {}
@@ -72,14 +72,17 @@ def main() -> None:
                 Path(root), Identity(model=name, chunk_tokens=PAGE), [layout]
             )
             pages = TimedPages(pool(layout), latent=not layout.v_dim)
-            moves = Transfers(namespace.stores[0], layout.full, pages, config, Recorder())
-            moves.save(keys, range(PAGES), lambda: True)
+            moves = Transfers(
+                *(namespace.stores[0], layout.full, pages, config, Recorder()),
+                proof=lambda: lambda: True,
+            )
+            moves.save(keys.first(PAGES), slots)
             made[name] = (moves, pages, namespace)
         found: dict[str, list[tuple[float, float]]] = {name: [] for name in SHAPES}
         for _ in range(ROUNDS + 1):
             for name, (moves, pages, _) in made.items():
                 pages.seconds, start = 0.0, time.perf_counter()
-                if moves.load(keys, range(PAGES), lambda: True) != PAGES:
+                if moves.load(keys.first(PAGES), slots) != PAGES:
                     sys.exit(f"{name}: not loaded")
                 found[name].append((time.perf_counter() - start, pages.seconds))
         for moves, _, namespace in made.values():

@@ -8,8 +8,10 @@ all ranks may load.
 
 from __future__ import annotations
 
+import contextlib
 import random
 import threading
+import time
 from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Final, NamedTuple
@@ -24,7 +26,9 @@ from vua.connector.metadata import ComparisonResult, Verdict
 from vua.connector.metrics import Recorder
 from vua.connector.prefix_match import PrefixMatch
 from vua.connector.witness import Witness
+from vua.errors import VUAError
 from vua.format.keys import ChunkKey
+from vua.store.place import LazyNamespace
 from vua.store.store import Store
 from vua.store.writer import Writers
 
@@ -34,6 +38,8 @@ KIND: Final = ("",)
 """It counts for all prompts: SGLang does not tell a backend which have an adapter."""
 _MOST_OPEN: Final = 64
 """Comparisons at once; the oldest is given up for another."""
+_LOOK_EVERY_S: Final = 10.0
+"""Seconds between two looks for another engine's chunks."""
 
 
 class Stretch(NamedTuple):
@@ -56,6 +62,7 @@ class Comparisons:
         setup: str,
         writer: str,
         seed: object,
+        beside: LazyNamespace | None = None,
     ) -> None:
         """Trust what this engine and those of its setup have stored.
 
@@ -67,6 +74,7 @@ class Comparisons:
             setup: the engine's, see `vua.sglang.setup`; "": unknown.
             writer: its name in the headers of what it stores.
             seed: equal on all ranks, so that they draw the same prompts.
+            beside: what another engine stores of the first group's layers.
         """
         self._model = model
         self._witness = Witness(
@@ -84,6 +92,26 @@ class Comparisons:
         """By the name of a chunk, the comparison that wants it."""
         self.leave: str | None = None
         """Why this engine must not use the namespace."""
+        self._beside, self._look_s = beside, 0.0
+        self._other: Store | None = None
+
+    def close(self) -> None:
+        if self._beside is not None:
+            self._beside.close()
+
+    def look_beside(self) -> Store | None:
+        """Return the chunks of another engine, if there are any. Touches the storage."""
+        layouts, found = tuple(group.layout for group in self._model.groups), None
+        if self._beside is not None and time.monotonic() >= self._look_s:
+            with contextlib.suppress(VUAError, OSError):  # it is not this engine's to complain of
+                found = self._beside.to_read(layouts)
+            self._look_s = 0.0 if found is not None else time.monotonic() + _LOOK_EVERY_S
+        self._other = None if found is None or found.layouts != layouts else found.stores[0]
+        return self._other
+
+    def beside(self, store: Store) -> Store | None:
+        """Return the chunks of another engine that are to be loaded where a store has none."""
+        return self._other if store is self._stores[0] else None
 
     def learn(self, found: PrefixMatch, places: Sequence[Stretch]) -> None:
         """Add the writers of the chunks in these places. Touches the storage."""

@@ -1,12 +1,9 @@
 """What an SGLang engine's K and V depend on: the identity of its caches, and their layouts.
 
-The identity is computed from the served model's files. Anything else that affects the engine's
-results counts, too, unless it is listed as harmless (`vua.sglang.argument_fields`): such an engine
-has its own namespace.
-
-All arguments and variables count, except those in the tables of `vua.sglang.argument_fields`. A
-file's name counts with the file's content. Two engines with equal results then differ only in what
-the tables exclude; a value without a canonical form is refused.
+The identity is computed from the served model's files, and from all arguments and environment
+variables that are in no table of ``excluded.json``, each with its reason there. Those that a new
+release adds count: that costs hits, never a wrong hit. A test walks those of the release that VUA
+knows. A file's name counts with the file's content. A value without a canonical form is refused.
 
 Code is not a part of it, see `vua.sglang.setup`: engines that run other code compare.
 """
@@ -15,7 +12,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
@@ -28,20 +25,26 @@ from sglang.srt.mem_cache.hicache_storage import PoolName
 from vua.connector.cache_spec import Group, UncachedError, division, local_directory
 from vua.connector.setup import setting_form
 from vua.errors import ConfigError
-from vua.format.excluded import listed
+from vua.format.excluded import listed, tables_of
 from vua.format.identity import Identity, named_by, rope_order, varies_with_length
-from vua.sglang.argument_fields import (
-    COUNTED_VARIABLES,
-    EXCLUDED,
-    EXCLUDED_VARIABLES,
-    FAMILIES,
-    NEUTRAL,
-)
 from vua.sglang.pools import dtype_of, groups_of
 from vua.weights import identify_weights
 from vua.weights.content import State, Work, read_digest
 from vua.weights.fingerprint import code_digest
 
+_TABLES: Final = tables_of("vua.sglang")
+EXCLUDED: Final[Mapping[str, Sequence[str]]] = _TABLES["arguments"]
+"""Word for the reason, arguments."""
+NEUTRAL: Final[Mapping[str, list[Any]]] = {
+    name: values for values, names in _TABLES["neutral"] for name in names
+}
+"""Argument, values with which it adds nothing; a release may change its default."""
+FAMILIES: Final = ("SGLANG_", "SGL_")
+"""A variable whose name begins like this counts although it is in no table."""
+EXCLUDED_VARIABLES: Final[Mapping[str, Sequence[str]]] = _TABLES["variables"]
+"""Word for the reason, variables of these families."""
+COUNTED_VARIABLES: Final = frozenset(_TABLES["counted_variables"])
+"""Variables of no family that count if they are set; the rest do not."""
 _EXCLUDED: Final = listed(EXCLUDED)
 _EXCLUDED_VARIABLES: Final = listed(EXCLUDED_VARIABLES)
 _SINKS: Final = ("fa3", "fa4", "triton", "trtllm_mha", "aiter", "intel_amx", "intel_xpu", "xpu")

@@ -6,7 +6,6 @@ that hangs is left alone for a while.
 
 from __future__ import annotations
 
-import contextlib
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -35,8 +34,6 @@ from vua.store.writer import new_writer
 log = logger("worker")
 
 _THREADS: Final = 2
-_LOOK_EVERY_S: Final = 10.0
-"""Seconds between two looks for another engine's chunks."""
 
 
 class Part(NamedTuple):
@@ -76,10 +73,11 @@ class Session:
         config: ConnectorConfig,
         stats: Recorder,
         seed: object,
+        proof: Callable[[], Callable[[], bool]],
     ) -> None:
         """Move between ``pools`` and the namespace ``opened``; count in ``stats``.
 
-        ``seed``: see :class:`Comparisons`.
+        ``seed``: see :class:`Comparisons`; ``proof``: see `vua.sglang.engine.Engine.proof`.
         """
         self._model, self._namespace, self._stats = opened.model, opened.namespace, stats
         self._parts, self._limit_s = pools.parts, config.timeouts.lookup_s
@@ -89,32 +87,29 @@ class Session:
         stores, writer = self._namespace.stores, new_writer("sglang", pools.setup)
         self.comparisons: Comparisons | None = None
         """None: another rank holds the same, and compares it."""
-        self._beside: LazyNamespace | None = None
-        """What another engine stores, which is compared before it is loaded."""
-        self._other: Store | None = None
-        self._look_s = 0.0
         if all(part.writes for part in pools.parts.values()):
             where, security = config.shared_storage_path, config.security
             self.reuse.savings.keep_at(where, pools.setup, security)
-            identity = self._model.identity
+            identity, beside = self._model.identity, None
+            if pools.beside is not None and config.witness_every:
+                beside = LazyNamespace(
+                    locate(where, security=security),
+                    replace(pools.beside, weights=identity.weights),
+                    Access(security=security),
+                )
             self.comparisons = Comparisons(
                 *(self._model, stores, replace(config, epoch=identity.epoch), stats),
                 setup=pools.setup,
                 writer=writer,
                 seed=seed,
+                beside=beside,
             )
-            if pools.beside is not None and config.witness_every:
-                self._beside = LazyNamespace(
-                    locate(where, security=security),
-                    replace(pools.beside, weights=identity.weights),
-                    Access(security=security),
-                )
         self._transfers: dict[str, Transfers] = {
             name: Transfers(
                 *(store, part.group.written[0], part.pages, config, stats),
+                proof=proof,
                 writer=writer,
                 believed=self.comparisons,
-                other=(lambda: self._other) if store is stores[0] else (lambda: None),
             )
             for (name, part), store in zip(pools.parts.items(), stores, strict=True)
         }
@@ -126,8 +121,8 @@ class Session:
             moves.close()
         self.reuse.savings.close()
         self._namespace.close()
-        if self._beside is not None:
-            self._beside.close()
+        if self.comparisons is not None:
+            self.comparisons.close()
 
     # -- lookups ------------------------------------------------------------------------------
 
@@ -184,51 +179,23 @@ class Session:
                     at += count
                     break
             else:
-                other = self._look_beside() if len(stores) == 1 else None
-                if other is None:
+                if len(stores) > 1 or self.comparisons is None:
+                    break
+                if (other := self.comparisons.look_beside()) is None:
                     break
                 stores.append(other)
         return found, at
 
-    def _look_beside(self) -> Store | None:
-        layouts, other = self._namespace.layouts, None
-        if self._beside is not None and time.monotonic() >= self._look_s:
-            with contextlib.suppress(VUAError, OSError):  # it is not this engine's to complain of
-                other = self._beside.to_read(layouts)
-            self._look_s = 0.0 if other is not None else time.monotonic() + _LOOK_EVERY_S
-        self._other = None if other is None or other.layouts != layouts else other.stores[0]
-        return self._other
-
     # -- loads and saves ----------------------------------------------------------------------
 
-    def load(
-        self,
-        name: str,
-        keys: Sequence[ChunkKey],
-        host_indices: torch.Tensor,
-        proven: Callable[[], bool],
-    ) -> int:
-        """Load chunks into a pool's token slots, up to the first that is missing.
+    def load(self, name: str, keys: Sequence[ChunkKey], host_indices: torch.Tensor) -> int:
+        """As `Transfers.load`, into the pool of that name."""
+        return self._transfers[name].load(keys, host_indices) if name in self._parts else 0
 
-        ``proven``: whether the weights are still those of the start of the call. Returns how many
-        leading chunks are in place; the other slots' content is undefined.
-        """
-        if name not in self._parts:
-            return 0
-        pages = self._parts[name].pages.numbers(host_indices, len(keys)).tolist()
-        return self._transfers[name].load(keys, pages, proven)
-
-    def save(
-        self,
-        name: str,
-        keys: Sequence[ChunkKey],
-        host_indices: torch.Tensor,
-        proven: Callable[[], bool],
-    ) -> None:
-        """Store a pool's token slots as chunks, if this rank does; arguments as of `load`."""
+    def save(self, name: str, keys: Sequence[ChunkKey], host_indices: torch.Tensor) -> None:
+        """As `Transfers.save`, out of the pool of that name, if this rank stores it."""
         if name in self._parts and self._parts[name].writes:
-            pages = self._parts[name].pages.numbers(host_indices, len(keys)).tolist()
-            self._transfers[name].save(keys, pages, proven)
+            self._transfers[name].save(keys, host_indices)
 
 
 def _with_windows(

@@ -20,7 +20,7 @@ from sglang.srt.plugins.hook_registry import HookRegistry
 from vua.connector.log import logger
 from vua.connector.setup import Engine, code_of, in_text, is_installed, joined, settings_digest
 from vua.format.excluded import NOT_COMPUTED, listed
-from vua.sglang.argument_fields import EXCLUDED, EXCLUDED_VARIABLES
+from vua.sglang.identity import EXCLUDED, EXCLUDED_VARIABLES
 
 log = logger("worker")
 

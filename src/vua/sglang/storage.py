@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, Final
@@ -293,10 +293,10 @@ class VUAHiCacheStorage(HiCacheStorage):
         asked = self._asked(keys, extra_info)
         if asked is None:
             return [False] * len(keys)
-        (session, named, proven), began, done = asked, time.monotonic(), 0
+        (session, named), began, done = asked, time.monotonic(), 0
         ended = session.reuse.loading(named)
         try:
-            done = session.load(PoolName.KV, named, host_indices, proven)
+            done = session.load(PoolName.KV, named, host_indices)
         finally:
             ended(done)
         outcome = "complete" if done == len(keys) else "partial" if done else "failed"
@@ -315,8 +315,8 @@ class VUAHiCacheStorage(HiCacheStorage):
         for one in transfers:
             keys, done = one.keys or [], 0
             if one.host_indices is not None and (asked := self._asked(keys, extra_info)):
-                session, named, proven = asked
-                done = session.load(one.name, named, one.host_indices, proven)
+                session, named = asked
+                done = session.load(one.name, named, one.host_indices)
             brought[one.name] = [at < done for at in range(len(keys))]
         return brought
 
@@ -336,9 +336,9 @@ class VUAHiCacheStorage(HiCacheStorage):
         Returns True for each page, stored or not: for SGLang False would end the whole backup.
         """
         if computed := self._asked(keys, extra_info):
-            session, named, proven = computed
+            session, named = computed
             session.reuse.computed(named)
-            session.save(PoolName.KV, named, host_indices, proven)
+            session.save(PoolName.KV, named, host_indices)
         return [True] * len(keys)
 
     def batch_set_v2(
@@ -353,20 +353,16 @@ class VUAHiCacheStorage(HiCacheStorage):
         for one in transfers:
             computed = self._asked(one.keys or [], extra_info)
             if computed and one.host_indices is not None:
-                session, named, proven = computed
-                session.save(one.name, named, one.host_indices, proven)
+                session, named = computed
+                session.save(one.name, named, one.host_indices)
         return {one.name: [True] * len(one.keys or ()) for one in transfers}
 
-    def _asked(
-        self, keys: Sequence[str], extra_info: Any
-    ) -> tuple[Session, KeyRun, Callable[[], bool]] | None:
-        """Return where pages are moved, their names, and what proves the weights at the end."""
-        session = self._use() if keys else None
-        if session is None or self._engine is None:
+    def _asked(self, keys: Sequence[str], extra_info: Any) -> tuple[Session, KeyRun] | None:
+        """Return where pages are moved, and their names."""
+        if not keys or (session := self._use()) is None:
             return None
-        proven, before = self._engine.proof(), _before(extra_info)
-        named = chunk_keys(before, keys, self._config.chunk_tokens)[len(before) :]
-        return session, named, proven
+        before = _before(extra_info)
+        return session, chunk_keys(before, keys, self._config.chunk_tokens)[len(before) :]
 
     def _use(self) -> Session | None:
         """Return the session of the engine's weights; None: nothing may be used."""
@@ -378,7 +374,9 @@ class VUAHiCacheStorage(HiCacheStorage):
                 return None
             if self._session is None and (opened := self._opening.take()) is not None:
                 seed = engine.runner.server_args.random_seed
-                self._session = Session(pools, opened, self._config, self._stats, seed)
+                self._session = Session(
+                    *(pools, opened, self._config, self._stats, seed), engine.proof
+                )
             compares = None if self._session is None else self._session.comparisons
             if compares is not None and compares.leave is not None:
                 self._refuse(compares.leave)

@@ -143,12 +143,62 @@ _BUFFERS: Final = 2
 class _Work:
     keys: Sequence[ChunkKey]
     pages: Sequence[int]
-    buffer: StagingBuffer
     proven: Callable[[], bool]
+    buffer: StagingBuffer
     done: int = 0
     """Loaded chunks that are in place."""
     outcomes: list[str] = field(default_factory=list)
     """What became of leading chunks that are to be stored."""
+
+
+class _Way:
+    """Loads, or saves: their buffers, and threads for which nobody waits once they hang."""
+
+    def __init__(
+        self,
+        name: str,
+        buffers: StagingPool,
+        timeout_s: float,
+        what: Callable[[Job[_Work]], None],
+        given_up: Callable[[_Work], None],
+    ) -> None:
+        self._buffers, self._what, self._given_up = buffers, what, given_up
+        self._pool = Pool[_Work](
+            *(_BUFFERS, f"vua-{name[:-1]}"),
+            timeout_s=timeout_s,
+            breaker=Breaker(name, logger("storage")),
+            late=self._late,
+        )
+        self.close = self._pool.close
+
+    def run(
+        self, keys: Sequence[ChunkKey], pages: Sequence[int], proven: Callable[[], bool]
+    ) -> _Work | None:
+        """Run work on a thread, and wait for its end, or until it hangs; None: it is paused."""
+        buffer = self._buffers.take() if self._pool.breaker.allows() else None
+        if buffer is None:
+            return None
+        work = _Work(keys, pages, proven, buffer)
+        try:
+            job = self._pool.submit(self._run, work)
+        except RuntimeError as problem:  # not a single thread can be started
+            log.warning("VUA: %s", problem)
+            self._buffers.give_back(buffer)
+            return work
+        with contextlib.suppress(Exception):  # it is overdue, or in the log already
+            job.result()
+        return work
+
+    def _run(self, job: Job[_Work]) -> None:
+        try:
+            self._what(job)
+        finally:
+            self._buffers.give_back(job.what.buffer)  # not earlier: what hangs may still use it
+
+    def _late(self, job: Job[_Work]) -> None:
+        if not job.started:
+            self._buffers.give_back(job.what.buffer)
+        self._given_up(job.what)
 
 
 class Transfers:
@@ -162,33 +212,30 @@ class Transfers:
         config: ConnectorConfig,
         stats: Recorder,
         *,
+        proof: Callable[[], Callable[[], bool]],
         writer: str = "",
         believed: Comparisons | None = None,
-        other: Callable[[], Store | None] = lambda: None,
     ) -> None:
         """Move ``shard`` between the chunks of ``store`` and ``pages``; count in ``stats``.
 
         Store in the name of ``writer``, and compare what ``believed`` wants. Load what is
-        ``believed``; ``other`` returns a store for what is missing in ``store``.
+        ``believed``, also from beside ``store``. ``proof``: see `vua.sglang.engine.Engine.proof`.
         """
         self._store, self._shard, self._pages, self._stats = store, shard, pages, stats
-        self._writer, self._believed, self._other = writer, believed, other
+        self._proof, self._writer, self._believed = proof, writer, believed
         self._payload = shard.payload_nbytes(store.layout)
         self.chunks = load_chunks(config, self._payload)
         """How many go at once."""
-        self._load_buffers, self._save_buffers = (
-            StagingPool(store.layout, shard, chunks=self.chunks, limit=_BUFFERS) for _ in range(2)
-        )
-        self._loads, self._saves = (
-            Pool[_Work](
-                *(_BUFFERS, f"vua-{name[:-1]}"),
-                timeout_s=config.timeouts.io_s,
-                breaker=Breaker(name, logger("storage")),
-                late=late,
-            )
-            for name, late in (("loads", self._load_is_late), ("saves", self._save_is_late))
-        )
-        self._files, self._beside = ShardFiles(store, shard), list[ShardFiles]()
+
+        def way(
+            name: str, what: Callable[[Job[_Work]], None], given_up: Callable[[_Work], None]
+        ) -> _Way:
+            buffers = StagingPool(store.layout, shard, chunks=self.chunks, limit=_BUFFERS)
+            return _Way(name, buffers, config.timeouts.io_s, what, given_up)
+
+        self._loads = way("loads", self._read, lambda _: self._stopped("timeout"))
+        self._saves = way("saves", self._write, lambda work: self._count(work, "timeout"))
+        self._files = [ShardFiles(store, shard)]
         self._warn_once = WarnOnce(log)
 
     def close(self) -> None:
@@ -197,48 +244,27 @@ class Transfers:
         self._saves.close()
 
     def _sources(self) -> list[ShardFiles]:
-        stores = [one for one in (self._other(),) if one is not None]
-        if stores != [one.store for one in self._beside]:
-            self._beside = [ShardFiles(one, self._shard) for one in stores]
-        return [self._files, *self._beside]
-
-    @staticmethod
-    def _run(
-        pool: Pool[_Work], what: Callable[[Job[_Work]], object], work: _Work, buffers: StagingPool
-    ) -> None:
-        """Run work on a thread, and wait for its end; or until it hangs."""
-        try:
-            job = pool.submit(what, work)
-        except RuntimeError as problem:  # not a single thread can be started
-            log.warning("VUA: %s", problem)
-            buffers.give_back(work.buffer)
-            return
-        with contextlib.suppress(Exception):  # it is overdue, or in the log already
-            job.result()
+        other = self._believed.beside(self._store) if self._believed is not None else None
+        if other is not None and other is not self._files[-1].store:
+            self._files = [self._files[0], ShardFiles(other, self._shard)]
+        return [*self._files]
 
     # -- loads --------------------------------------------------------------------------------
 
-    def load(
-        self, keys: Sequence[ChunkKey], pages: Sequence[int], proven: Callable[[], bool]
-    ) -> int:
-        """Load chunks into pages of the pool, up to the first that is missing.
+    def load(self, keys: Sequence[ChunkKey], host_indices: torch.Tensor) -> int:
+        """Load chunks into the pool's token slots, up to the first that is missing.
 
-        ``proven``: whether the weights are still those of the store. Returns how many leading
-        chunks are in place; the content of the other pages is undefined. Never raises for storage
-        failures.
+        Returns how many leading chunks are in place; the content of the other slots is undefined.
+        Never raises for storage failures.
         """
-        buffer = self._load_buffers.take() if self._loads.breaker.allows() else None
-        if buffer is None:
-            self._stats.add("vua_load_stops_total", label="paused")
+        pages = self._pages.numbers(host_indices, len(keys)).tolist()
+        if (work := self._loads.run(keys, pages, self._proof())) is None:
+            self._stopped("paused")
             return 0
-        work = _Work(keys, pages, buffer, proven)
-        self._run(self._loads, self._read, work, self._load_buffers)
         return work.done
 
-    def _load_is_late(self, job: Job[_Work]) -> None:
-        if not job.started:
-            self._load_buffers.give_back(job.what.buffer)
-        self._stats.add("vua_load_stops_total", label="timeout")
+    def _stopped(self, reason: str) -> None:
+        self._stats.add("vua_load_stops_total", label=reason)
 
     def _read(self, job: Job[_Work]) -> None:
         work, believed, sources, reason = job.what, self._believed, self._sources(), "error"
@@ -246,20 +272,17 @@ class Transfers:
             reason = self._load(job, sources)
         except Exception:
             log.exception("a load failed")
-        try:
-            if job.settle(well=reason != "error"):
-                if reason:
-                    self._stats.add("vua_load_stops_total", label=reason)
-                job.tell()
-                if reason not in ("", "error", "reset"):
-                    rest = work.keys[work.done :]
-                    for _ in sources[0].weed(work.buffer, rest, reason, job, believed=believed):
-                        pass  # reading them puts damaged files aside; SGLang is not told
-            if believed is not None:
-                for files in sources:
-                    believed.learn_refused(files.store)
-        finally:
-            self._load_buffers.give_back(work.buffer)  # not earlier: a hanging read may write to it
+        if job.settle(well=reason != "error"):
+            if reason:
+                self._stopped(reason)
+            job.tell()
+            if reason not in ("", "error", "reset"):
+                rest = work.keys[work.done :]
+                for _ in sources[0].weed(work.buffer, rest, reason, job, believed=believed):
+                    pass  # reading them puts damaged files aside; SGLang is not told
+        if believed is not None:
+            for files in sources:
+                believed.learn_refused(files.store)
 
     def _load(self, job: Job[_Work], sources: list[ShardFiles]) -> str:
         """Load while a caller waits; return why it stopped, "" at the end of the keys.
@@ -289,38 +312,26 @@ class Transfers:
 
     # -- saves --------------------------------------------------------------------------------
 
-    def save(
-        self, keys: Sequence[ChunkKey], pages: Sequence[int], proven: Callable[[], bool]
-    ) -> None:
-        """Store pages of the pool as chunks, in order, unless they are stored already.
+    def save(self, keys: Sequence[ChunkKey], host_indices: torch.Tensor) -> None:
+        """Store the pool's token slots as chunks, in order, unless they are stored already.
 
         Ends at the first that cannot be stored, since none after it would be found. Never raises
         for storage failures.
         """
-        buffer = self._save_buffers.take() if self._saves.breaker.allows() else None
-        if buffer is None:
+        pages = self._pages.numbers(host_indices, len(keys)).tolist()
+        if self._saves.run(keys, pages, self._proof()) is None:
             self._stats.add("vua_chunks_saved_total", len(keys), "paused")
-            return
-        work = _Work(keys, pages, buffer, proven)
-        self._run(self._saves, self._write, work, self._save_buffers)
-
-    def _save_is_late(self, job: Job[_Work]) -> None:
-        if not job.started:
-            self._save_buffers.give_back(job.what.buffer)
-        self._count(job.what, "timeout")
 
     def _write(self, job: Job[_Work]) -> None:
-        work, rest = job.what, "error"
+        rest = "error"
         try:
             rest = self._save(job)
         except StorageError as problem:
             self._warn_once(type(problem).__name__, f"chunks are not stored: {problem}")
         except Exception:
             log.exception("chunks were not stored")
-        finally:
-            self._save_buffers.give_back(work.buffer)  # not earlier: a hanging write may read it
-            if job.settle(well=rest != "error"):
-                self._count(work, rest)
+        if job.settle(well=rest != "error"):
+            self._count(job.what, rest)
 
     def _save(self, job: Job[_Work]) -> str:
         """Store while a caller waits; return what became of chunks that are not stored."""
@@ -335,7 +346,7 @@ class Transfers:
             if not work.proven():
                 return "reset"
             self._compare(job, keys)
-            with self._files.saver(work.buffer.memory, self._writer) as saver:
+            with self._files[0].saver(work.buffer.memory, self._writer) as saver:
                 for statuses in saver.save_each(keys):
                     work.outcomes += outcomes_of(statuses)
             job.progress()

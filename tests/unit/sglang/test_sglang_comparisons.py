@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+import tempfile
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,24 +18,24 @@ from vua.connector.metrics import Recorder
 from vua.connector.opening import OpenedNamespace
 from vua.connector.proved import written
 from vua.format.identity import Identity
-from vua.format.keys import KeyChain, token_ids
-from vua.format.layout import KVLayout
+from vua.format.keys import KeyChain, KeyRun, token_ids
+from vua.format.layout import KVLayout, Shard
 from vua.sglang.session import Part, Pools, Session
 from vua.sglang.settings import chunk_keys
 from vua.sglang.transfers import HostPages
 from vua.store.namespace import Namespace
 
-PAGE, PAGES = 16, 6
-LAYOUT = KVLayout(layers=2, kv_heads=2, k_dim=8, v_dim=8, dtype="F32", chunk_tokens=PAGE)
+PAGE, PAGES, HEADS = 16, 6, 2
+LAYOUT = KVLayout(layers=2, kv_heads=HEADS, k_dim=8, v_dim=8, dtype="F32", chunk_tokens=PAGE)
 
 
-class Server:
+class Rank:
     """One rank of a server that computes K and V of tokens times a factor."""
 
     def __init__(
-        self, test: ComparisonsTest, setup: str, factor: float = 1.0, every: int = 1000
+        self, test: ComparisonsTest, setup: str, shard: Shard, factor: float, every: int
     ) -> None:
-        group = Group(LAYOUT, (0, 1), ((LAYOUT.full,),), (0,))
+        group = Group(LAYOUT, (0, 1), ((shard,),), (0,))
         model = Model(Identity(model="test", chunk_tokens=PAGE), (group,), (PAGE,))
         namespace = Namespace.create(test.root, model.identity, [LAYOUT])
         config = ConnectorConfig(
@@ -42,7 +44,8 @@ class Server:
             timeouts=Timeouts(lookup_s=SOON_S),  # on a busy machine
         )
         self.factor = factor
-        buffer = torch.zeros(2, PAGES * PAGE, 2, 2, 8)
+        layers = shard.layer_stop - shard.layer_start
+        buffer = torch.zeros(2, PAGES * PAGE, layers, shard.head_stop - shard.head_start, 8)
         self.pool: Any = SimpleNamespace(
             layout="page_first", page_size=PAGE, page_num=PAGES, kv_buffer=buffer,
             k_buffer=buffer[0], v_buffer=buffer[1],
@@ -50,27 +53,58 @@ class Server:
         part = Part(group, HostPages(self.pool, latent=False), writes=True)
         pools = Pools({"kv": part}, model, setup * 64)
         opened = OpenedNamespace(model, namespace)
-        self.session = Session(pools, opened, config, Recorder(), seed=1)
+        self.session = Session(*(pools, opened, config, Recorder(), 1), proof=lambda: lambda: True)
         test.addCleanup(self.session.close)
 
-    def ask(self, seed: int) -> int:
-        """Serve a prompt: what may be loaded is, the rest is computed and stored; pages loaded."""
-        chain = KeyChain(token_ids(range(1000 * seed, 1000 * seed + PAGES * PAGE)), PAGE)
-        keys = chunk_keys([], [chain[at].name for at in range(PAGES)], PAGE)
-        loaded, slots = self.session.find(keys, 0), torch.arange(PAGES * PAGE)
+    def serve(self, keys: KeyRun, seed: int, loaded: int) -> int:
+        """Load so many pages, compute and store the rest; how many were loaded."""
+        slots = torch.arange(PAGES * PAGE)
         self.pool.kv_buffer[:] = -1.0
         if loaded:
             given = keys[:loaded], slots[: loaded * PAGE]
-            loaded = self.session.load("kv", *given, lambda: True)
+            loaded = self.session.load("kv", *given)
         tokens = torch.arange(PAGES * PAGE) + 1000.0 * seed
         right = (torch.sin(tokens) * self.factor)[None, :, None, None, None]
         right = right.expand(self.pool.kv_buffer.shape)
         self.right = torch.equal(self.pool.kv_buffer[:, : loaded * PAGE], right[:, : loaded * PAGE])
         self.pool.kv_buffer[:] = right
         if loaded < PAGES:
-            self.session.save("kv", keys[loaded:], slots[loaded * PAGE :], lambda: True)
+            self.session.save("kv", keys[loaded:], slots[loaded * PAGE :])
         written()
         return loaded
+
+
+class Server:
+    """All ranks of a server, each with its part of K and V."""
+
+    def __init__(
+        self,
+        test: ComparisonsTest,
+        setup: str,
+        factor: float = 1.0,
+        *,
+        every: int = 1000,
+        tp: int = 1,
+        pp: int = 1,
+    ) -> None:
+        """``factor``: of what the last rank computes."""
+        layers, heads = LAYOUT.layers // pp, HEADS // tp
+        shards = [
+            Shard(at * layers, (at + 1) * layers, rank * heads, (rank + 1) * heads)
+            for at in range(pp)
+            for rank in range(tp)
+        ]
+        factors = [1.0] * (tp * pp - 1) + [factor]
+        self.ranks = [
+            Rank(test, setup, shard, one, every) for shard, one in zip(shards, factors, strict=True)
+        ]
+
+    def ask(self, seed: int) -> int:
+        """Serve a prompt: what all ranks may load they do; pages loaded."""
+        chain = KeyChain(token_ids(range(1000 * seed, 1000 * seed + PAGES * PAGE)), PAGE)
+        keys = chunk_keys([], [chain[at].name for at in range(PAGES)], PAGE)
+        loaded = min(rank.session.find(keys, 0) for rank in self.ranks)
+        return min(rank.serve(keys, seed, loaded) for rank in self.ranks)
 
 
 class ComparisonsTest(DirectoryTest):
@@ -101,6 +135,24 @@ class ComparisonsTest(DirectoryTest):
         self.assertEqual(1, len(log.output))
         self.assertEqual(0, Server(self, "b").ask(2))  # the verdict is inherited
 
+    def test_ranks(self) -> None:
+        """Each rank compares its own heads and layers; one that differs keeps all from loading."""
+        one: dict[str, int] = {}
+        for sizes in ({"tp": 2}, {"pp": 2}, {"tp": 2, "pp": 2}):
+            for stored_by, factor, loads in (
+                (one, 1.0, PAGES),
+                (sizes, 1.0, PAGES),
+                (sizes, 2.0, 0),
+            ):
+                with self.subTest(sizes, stored_by=stored_by, factor=factor):
+                    self.root = Path(tempfile.mkdtemp(dir=self.root))
+                    writer = Server(self, "a", factor, **stored_by)
+                    reader = Server(self, "b", **sizes)
+                    for seed in (1, 2):
+                        writer.ask(seed)
+                    self.assertEqual([0, loads], [reader.ask(seed) for seed in (1, 2)])
+                    self.assertTrue(all(rank.right for rank in reader.ranks))
+
     def test_off(self) -> None:
         """With `witness_every` 0 nothing is compared."""
         Server(self, "a", 2.0).ask(1)
@@ -116,5 +168,5 @@ class ComparisonsTest(DirectoryTest):
             server = Server(self, setup, factors[setup], every=rng.choice((2, 1000)))
             for _ in range(rng.randrange(1, 5)):
                 loads += server.ask(rng.randrange(8)) > 0
-                self.assertTrue(server.right)
+                self.assertTrue(all(rank.right for rank in server.ranks))
         self.assertGreater(loads, 10)

@@ -105,6 +105,11 @@ def filled(kind: Any, info: Any, layout: str, layers: range, **more: Any) -> Any
     return made
 
 
+def slots(*pages: int) -> torch.Tensor:
+    """The token slots of pages."""
+    return torch.cat([torch.arange(page * PAGE, (page + 1) * PAGE) for page in pages])
+
+
 def rows(pool: Any, page: int) -> list[torch.Tensor]:
     """K and V of a page as SGLang's own comments order them: ``[layers, slots, heads, dim]``."""
     flat = pool.get_data_page(page * PAGE, flat=False) if pool.layout != "page_unified" else None
@@ -139,7 +144,9 @@ class PoolTest(DirectoryTest):
         self.addCleanup(namespace.close)
         pages = HostPages(pool, latent=not layout.v_dim)
         config = ConnectorConfig(shared_storage_path=str(self.root))
-        made = Transfers(namespace.stores[0], shard, pages, config, Recorder())
+        made = Transfers(
+            *(namespace.stores[0], shard, pages, config, Recorder()), proof=lambda: lambda: True
+        )
         self.addCleanup(made.close)
         return made
 
@@ -149,13 +156,13 @@ class PoolTest(DirectoryTest):
         for at, one in enumerate(MHA_LAYOUTS):
             source = mha(one)
             keys = KeyChain(token_ids([at] * 3 * PAGE), PAGE).first(3)
-            self.transfers(source, layout.full, layout).save(keys, [5, 1, 3], lambda: True)
+            self.transfers(source, layout.full, layout).save(keys, slots(5, 1, 3))
             for other in MHA_LAYOUTS:
                 with self.subTest(one=one, other=other):
                     target = mha(other)
                     target.kv_buffer.fill_(-1)
                     moves = self.transfers(target, layout.full, layout)
-                    self.assertEqual(3, moves.load(keys, [0, 2, 4], lambda: True))
+                    self.assertEqual(3, moves.load(keys, slots(0, 2, 4)))
                     for page, came in ((5, 0), (1, 2), (3, 4)):
                         pairs = zip(rows(source, page), rows(target, came), strict=True)
                         self.assertTrue(all(torch.equal(*pair) for pair in pairs))
@@ -175,7 +182,7 @@ class PoolTest(DirectoryTest):
                 shard, writes = shard_of(plain(layout), held(pool), pool, tp, stored_by[0])
                 pool.kv_buffer += 10000 * (shard.head_start + 10 * pp)
                 if writes:
-                    self.transfers(pool, shard, layout).save(keys, [2], lambda: True)
+                    self.transfers(pool, shard, layout).save(keys, slots(2))
                     for array, found in zip(whole, rows(pool, 2), strict=True):
                         array[
                             shard.layer_start : shard.layer_stop,
@@ -187,7 +194,7 @@ class PoolTest(DirectoryTest):
                     with self.subTest(stored_by=stored_by, loaded_by=loaded_by, tp=tp):
                         shard, _ = shard_of(plain(layout), held(pool), pool, tp, loaded_by[0])
                         moves = self.transfers(pool, shard, layout)
-                        self.assertEqual(1, moves.load(keys, [1], lambda: True))
+                        self.assertEqual(1, moves.load(keys, slots(1)))
                         for array, found in zip(whole, rows(pool, 1), strict=True):
                             expected = array[
                                 shard.layer_start : shard.layer_stop,
@@ -214,13 +221,13 @@ class PoolTest(DirectoryTest):
         shards = [shard_of(plain(layout), held(source), source, rank, 4) for rank in range(4)]
         self.assertEqual([(layout.full, rank == 0) for rank in range(4)], shards)
         keys = KeyChain(token_ids([7] * 2 * PAGE), PAGE).first(2)
-        self.transfers(source, layout.full, layout).save(keys, [1, 4], lambda: True)
+        self.transfers(source, layout.full, layout).save(keys, slots(1, 4))
         for name in MLA_LAYOUTS:
             with self.subTest(name):
                 target = mla(name)
                 target.kv_buffer.fill_(-1)
                 moves = self.transfers(target, layout.full, layout)
-                self.assertEqual(2, moves.load(keys, [3, 0], lambda: True))
+                self.assertEqual(2, moves.load(keys, slots(3, 0)))
                 found = target.kv_buffer
                 if name == "layer_first":
                     found = found[:, 3 * PAGE : 4 * PAGE]

@@ -33,86 +33,34 @@ LAYOUT = KVLayout(
 """As all tests here have it."""
 
 
-def always() -> bool:
-    return True
+def slots(pages: int = PAGES) -> torch.Tensor:
+    """The token slots of a pool's first pages."""
+    return torch.arange(pages * PAGE)
 
 
-def pool(layout: str, *, latent: bool = False) -> Any:
-    """A host pool with SGLang's tensors for one of its layouts, all elements different."""
-    tokens, rows = PAGE * PAGES, (1 if latent else HEADS, DIM)
-    dims: dict[str, tuple[int, ...]] = {
-        "layer_first": (LAYERS, tokens, *rows),
-        "page_first": (tokens, LAYERS, *rows),
-        "page_first_direct": (PAGES, LAYERS, PAGE, *rows),
-        "page_head": (PAGES, HEADS, PAGE, LAYERS, DIM),
-    }
-    shape = dims[layout]
-    arrays = 1 if latent else 2
-    buffer = torch.arange(arrays * PAGES * PAGE * LAYERS * rows[0] * DIM, dtype=torch.float32)
-    buffer = buffer.view(arrays, *shape)
+def pool(layout: str = "page_first") -> Any:
+    """A host pool with SGLang's tensors of one layout, all elements different."""
+    buffer = torch.arange(2 * PAGE * PAGES * LAYERS * HEADS * DIM, dtype=torch.float32)
+    buffer = buffer.view(2, PAGE * PAGES, LAYERS, HEADS, DIM)
     return SimpleNamespace(
         layout=layout,
         page_size=PAGE,
         page_num=PAGES,
-        kv_buffer=buffer[0] if latent else buffer,
+        kv_buffer=buffer,
         k_buffer=buffer[0],
-        v_buffer=buffer[-1],
+        v_buffer=buffer[1],
     )
 
 
-def element(one: Any, array: int, layer: int, token: int, head: int) -> torch.Tensor:
-    """A row of a pool, by the indices that SGLang's own code uses."""
-    buffer = (one.k_buffer, one.v_buffer)[array]
-    page, slot = divmod(token, PAGE)
-    at: dict[str, tuple[int, ...]] = {
-        "layer_first": (layer, token, head),
-        "page_first": (token, layer, head),
-        "page_first_direct": (page, layer, slot, head),
-        "page_head": (page, head, slot, layer),
-    }
-    return buffer[at[one.layout]]
-
-
 class HostPagesTest(unittest.TestCase):
-    def test_each_layout(self) -> None:
-        """A page is gathered row by row as SGLang keeps it, and scattered to the same places."""
-        for layout in ("layer_first", "page_first", "page_first_direct", "page_head"):
-            with self.subTest(layout):
-                one = pool(layout)
-                pages = HostPages(one, latent=False)
-                arrays = [torch.zeros(HEADS, LAYERS, PAGE, DIM) for _ in range(2)]
-                pages.gather(4, arrays)
-                for array in range(2):
-                    for layer, slot, head in ((0, 0, 0), (2, 15, 3), (1, 7, 2)):
-                        row = element(one, array, layer, 4 * PAGE + slot, head)
-                        self.assertTrue(torch.equal(row, arrays[array][head, layer, slot]))
-                before = one.kv_buffer.clone()
-                one.kv_buffer[:] = -1
-                pages.scatter([4], [array[None] for array in arrays])
-                same = one.kv_buffer == before
-                self.assertEqual(same.sum().item(), one.kv_buffer.numel() // PAGES)
-                self.assertTrue((one.kv_buffer[~same] == -1).all())
-
-    def test_latent(self) -> None:
-        """One latent per token is one array without heads of its own."""
-        for layout in ("layer_first", "page_first", "page_first_direct"):
-            with self.subTest(layout):
-                one = pool(layout, latent=True)
-                array = torch.zeros(1, LAYERS, PAGE, DIM)
-                HostPages(one, latent=True).gather(2, [array])
-                row = element(one, 0, 1, 2 * PAGE + 5, 0)
-                self.assertTrue(torch.equal(row, array[0, 1, 5]))
-
     def test_unknown_layout(self) -> None:
         """A layout that is not known is refused with its name and those that are."""
-        one = pool("page_first")
-        one.layout = "page_first_kv_split"
         with self.assertRaisesRegex(UncachedError, "page_first_kv_split.*page_head"):
-            HostPages(one, latent=False)
+            HostPages(pool("page_first_kv_split"), latent=False)
 
     def test_slots(self) -> None:
         """Only slots that are whole pages of the pool name pages."""
-        pages = HostPages(pool("page_first"), latent=False)
+        pages = HostPages(pool(), latent=False)
         slots = torch.tensor([3, 1])[:, None] * PAGE + torch.arange(PAGE)
         self.assertEqual([3, 1], pages.numbers(slots.flatten(), 2).tolist())
         for wrong in (slots.flatten()[1:], slots.flatten() + 1, slots.flatten() + PAGES * PAGE):
@@ -136,6 +84,18 @@ class Hanging(FaultyStorage):
         super().__init__(inner, {})
         self.go = threading.Event()
         self.hangs = False
+        self._before = set[threading.Thread]()
+
+    def hang(self) -> None:
+        self.hangs, self._before = True, {*threading.enumerate()}
+
+    def let_go(self, moves: Transfers) -> None:
+        """Let it go, and end what moves, with the threads that it has given up."""
+        waiting = {*threading.enumerate()} - self._before
+        self.go.set()
+        moves.close()
+        for thread in waiting:
+            thread.join(60)
 
     def write(self, batch: Batch) -> WriteResult:
         if self.hangs:
@@ -159,11 +119,11 @@ class TransfersTest(DirectoryTest):
         self.keys = KeyChain(token_ids(range(PAGES * PAGE)), PAGE).first(PAGES)
         self.stats = Recorder()
 
-    def transfers(self, one: Any, io_s: float = 60.0) -> Transfers:
-        """What moves K and V between a pool and the namespace."""
+    def transfers(self, one: Any, io_s: float = 60.0, *, proven: bool = True) -> Transfers:
+        """What moves K and V between a pool and the namespace; whether the weights stay."""
         config = ConnectorConfig(shared_storage_path=str(self.root), timeouts=Timeouts(io_s=io_s))
-        pages = HostPages(one, latent=False)
-        made = Transfers(self.namespace.stores[0], LAYOUT.full, pages, config, self.stats)
+        moving = self.namespace.stores[0], LAYOUT.full, HostPages(one, latent=False), config
+        made = Transfers(*moving, self.stats, proof=lambda: lambda: proven)
         self.addCleanup(made.close)
         return made
 
@@ -173,8 +133,8 @@ class TransfersTest(DirectoryTest):
 
     def test_damage(self) -> None:
         """A damaged chunk ends the load before it, and it and what else is damaged goes away."""
-        source, target = pool("page_first"), pool("page_first")
-        self.transfers(source).save(self.keys, range(PAGES), always)
+        source, target = pool(), pool()
+        self.transfers(source).save(self.keys, slots())
         for at in (2, 4):
             (file,) = self.files_of(at)
             data = bytearray(file.read_bytes())
@@ -182,7 +142,7 @@ class TransfersTest(DirectoryTest):
             file.write_bytes(data)
         target.kv_buffer[:] = -1
         loads = self.transfers(target)
-        self.assertEqual(2, loads.load(self.keys, range(PAGES), always))
+        self.assertEqual(2, loads.load(self.keys, slots()))
         self.assertTrue(
             torch.equal(source.kv_buffer[:, : 2 * PAGE], target.kv_buffer[:, : 2 * PAGE])
         )
@@ -192,41 +152,55 @@ class TransfersTest(DirectoryTest):
 
     def test_changed_weights(self) -> None:
         """What was read when the weights changed stays out of the pool; nothing is stored."""
-        self.transfers(pool("page_first")).save(self.keys[:2], range(2), always)
-        target = pool("page_first")
+        self.transfers(pool()).save(self.keys[:2], slots(2))
+        target = pool()
         target.kv_buffer[:] = -1
-        moves = self.transfers(target)
-        self.assertEqual(0, moves.load(self.keys[:2], range(2), lambda: False))
+        moves = self.transfers(target, proven=False)
+        self.assertEqual(0, moves.load(self.keys[:2], slots(2)))
         self.assertTrue((target.kv_buffer == -1).all())
-        moves.save(self.keys, range(PAGES), lambda: False)
+        moves.save(self.keys, slots())
         self.assertEqual(2, len(self.files()))
 
     def test_hanging_storage(self) -> None:
         """A load and a save that hang are given up; their threads never touch the pool again."""
-        self.transfers(pool("page_first")).save(self.keys[:3], range(3), always)
+        self.transfers(pool()).save(self.keys[:3], slots(3))
         store = self.namespace.stores[0]
         storage = Hanging(store.storage)
         store.storage = storage
         self.addCleanup(storage.go.set)
-        target = pool("page_first")
+        target = pool()
         target.kv_buffer[:] = -1
         moves = self.transfers(target, io_s=0.2)
-        storage.hangs = True
-        self.assertEqual(0, moves.load(self.keys[:3], range(3), always))
-        moves.save(self.keys, range(PAGES), always)
-        storage.go.set()
-        moves.close()
+        storage.hang()
+        self.assertEqual(0, moves.load(self.keys[:3], slots(3)))
+        moves.save(self.keys, slots())
+        storage.let_go(moves)
         self.assertTrue((target.kv_buffer == -1).all())
         found = self.stats.take() or {}
         self.assertEqual(1, found["vua_load_stops_total"]["timeout"])
         self.assertLess(0, found["vua_chunks_saved_total"]["timeout"])
 
+    def test_pages_of_another_request(self) -> None:
+        """A save that was given up takes nothing more out of the pool: its pages are others'."""
+        store, source = self.namespace.stores[0], pool()
+        storage = store.storage = Hanging(store.storage)
+        self.addCleanup(storage.go.set)
+        moves = self.transfers(source, io_s=0.2)
+        moves.chunks = 1
+        storage.hang()
+        moves.save(self.keys, slots())
+        source.kv_buffer[:] = -1  # another request's
+        storage.let_go(moves)
+        target = pool()
+        self.assertEqual(1, self.transfers(target).load(self.keys, slots()))
+        self.assertTrue(torch.equal(pool().kv_buffer, target.kv_buffer))
+
     def test_counts(self) -> None:
         """What is present is counted as that, also if what follows it cannot be written."""
-        self.transfers(pool("page_first")).save(self.keys[:2], range(2), always)
+        self.transfers(pool()).save(self.keys[:2], slots(2))
         store = self.namespace.stores[0]
         store.storage = FaultyStorage(store.storage, {"write": OSError(errno.EIO, "broken")})
-        self.transfers(pool("page_first")).save(self.keys, range(PAGES), always)
+        self.transfers(pool()).save(self.keys, slots())
         counts = {"written": 2, "present": 2, "error": PAGES - 2}
         self.assertEqual(counts, dict((self.stats.take() or {})["vua_chunks_saved_total"]))
 
@@ -239,7 +213,7 @@ class TransfersTest(DirectoryTest):
             [LAYOUT],
             bounds=Limits(max_bytes=LAYOUT.full.payload_nbytes(LAYOUT) // 2),
         )
-        self.transfers(pool("page_first")).save(self.keys, range(PAGES), always)
+        self.transfers(pool()).save(self.keys, slots())
         found = self.stats.take() or {}
         self.assertEqual(PAGES, found["vua_chunks_saved_total"]["refused"])
         self.assertEqual([], self.files())
