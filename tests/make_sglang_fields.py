@@ -1,18 +1,9 @@
-"""Lists the arguments of an SGLang's server and the environment variables that its source reads.
-
-    python tests/make_sglang_fields.py sglang-0.5.23.whl ... > tests/sglang_fields.json
-
-Takes wheels, or folders that hold `sglang`; runs nothing of them. The output has for each release
-``{"arguments": {class: "field field"}, "environment": "NAME NAME"}``.
-"""
+"""Lists the arguments of an SGLang's server and the environment variables that its source reads."""
 
 from __future__ import annotations
 
 import ast
-import json
 import re
-import sys
-import zipfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -29,29 +20,17 @@ NAME = re.compile(r"[A-Z][A-Z0-9_]{2,}")
 
 def sources(place: Path) -> Iterator[tuple[str, str]]:
     """Path and text of each Python file below `ROOTS`."""
-    if place.is_dir():
-        for root in ROOTS:
-            for path in sorted((place / root).rglob("*.py")):
-                yield path.relative_to(place).as_posix(), path.read_text(errors="replace")
-        return
-    with zipfile.ZipFile(place) as packed:
-        for name in sorted(packed.namelist()):
-            if name.startswith(ROOTS) and name.endswith(".py"):
-                yield name, packed.read(name).decode(errors="replace")
+    for root in ROOTS:
+        for path in sorted((place / root).rglob("*.py")):
+            yield path.relative_to(place).as_posix(), path.read_text(errors="replace")
 
 
-def arguments(tree: ast.Module) -> Iterator[tuple[str, list[str]]]:
-    """The fields of each class of arguments in a module."""
+def arguments(tree: ast.Module) -> Iterator[str]:
+    """The fields of the classes of arguments in a module."""
     for node in tree.body:
-        if isinstance(node, ast.ClassDef):
-            yield (
-                node.name,
-                [
-                    line.target.id
-                    for line in node.body
-                    if isinstance(line, ast.AnnAssign) and isinstance(line.target, ast.Name)
-                ],
-            )
+        for line in node.body if isinstance(node, ast.ClassDef) else ():
+            if isinstance(line, ast.AnnAssign) and isinstance(line.target, ast.Name):
+                yield line.target.id
 
 
 def declared(tree: ast.Module) -> Iterator[str]:
@@ -115,40 +94,16 @@ def is_environment(node: ast.expr) -> bool:
     return getattr(node, "attr", getattr(node, "id", "")) in ("environ", "_environ")
 
 
-def listed(place: Path) -> dict[str, object]:
-    """What one release has."""
-    classes: dict[str, str] = {}
-    names: set[str] = set()
+def listed(place: Path) -> tuple[list[str], set[str]]:
+    """All arguments, and the variables, of an SGLang in a folder; runs nothing of it."""
+    fields, names = list[str](), set[str]()
     for path, text in sources(place):
         if not path.startswith(FIELDS) and not any(word in text for word in SIGNS):
             continue  # most files: to parse all takes a minute
         tree = ast.parse(text)
         if path.startswith(FIELDS):
-            classes |= {
-                name: " ".join(sorted(fields)) for name, fields in arguments(tree) if fields
-            }
+            fields += arguments(tree)
         if path.endswith("srt/environ.py"):
             names |= set(declared(tree))
         names |= set(read(tree))
-    read_by_name = " ".join(sorted(name for name in names if NAME.fullmatch(name)))
-    return {"arguments": dict(sorted(classes.items())), "environment": read_by_name}
-
-
-def release(place: Path) -> str:
-    """The version, out of the file's name or of the record beside the package."""
-    records = [each.name for each in place.glob("sglang-*.dist-info")] if place.is_dir() else []
-    found = re.search(r"(\d+\.\d+\.\d+)", [*records, place.name][0])
-    if found is None:
-        sys.exit(f"{place}: no version in the name; call it like sglang-0.5.23.whl")
-    return found[1]
-
-
-def main() -> None:
-    """Print the lists of all releases that are named."""
-    print(
-        json.dumps({release(place): listed(place) for place in map(Path, sys.argv[1:])}, indent=1)
-    )
-
-
-if __name__ == "__main__":
-    main()
+    return fields, {name for name in names if NAME.fullmatch(name)}

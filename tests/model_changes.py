@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 import types
-from collections.abc import Callable, Iterator, MutableMapping
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 from unittest import mock
@@ -11,7 +12,6 @@ from unittest import mock
 import torch
 from torch.overrides import TorchFunctionMode
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
-from transformers.models.llama import modeling_llama
 
 Change = Callable[[Any, torch.Generator], Any]
 
@@ -133,18 +133,6 @@ def _module(model: Any, noise: torch.Generator) -> None:
     attention.v_proj = Adapted()
 
 
-def _double(model: Any, noise: torch.Generator) -> None:
-    model.double()
-
-
-def _half(model: Any, noise: torch.Generator) -> None:
-    model.to(torch.bfloat16)
-
-
-def _rounded(model: Any, noise: torch.Generator) -> None:
-    model.to(torch.bfloat16).float()
-
-
 def _pruned(model: Any, noise: torch.Generator) -> None:
     model.model.layers = model.model.layers[:1]
     model.config.num_hidden_layers = 1
@@ -154,10 +142,6 @@ def _swapped(model: Any, noise: torch.Generator) -> None:
     layers = model.model.layers
     first, second = layers[0].mlp, layers[1].mlp
     layers[0].mlp, layers[1].mlp = second, first
-
-
-def _dropout(model: Any, noise: torch.Generator) -> None:
-    model.train()
 
 
 def _resized(model: Any, noise: torch.Generator) -> None:
@@ -195,13 +179,13 @@ CHANGES: dict[str, Change] = {
     "a patched method": _method,
     "a subclass": _subclass,
     "an adapter's module": _module,
-    "double": _double,
-    "bfloat16": _half,
-    "rounded": _rounded,
+    "double": lambda model, _: model.double(),
+    "bfloat16": lambda model, _: model.to(torch.bfloat16),
+    "rounded": lambda model, _: model.to(torch.bfloat16).float(),
     "a layer less": _pruned,
     "layers swapped": _swapped,
     "rope_parameters": _rope_parameters,
-    "training mode": _dropout,
+    "training mode": lambda model, _: model.train(),
 }
 """By name: each changes a model in place. Kinds of models with `model.model.layers`."""
 ONLY_BEFORE: dict[str, Change] = {"new embeddings": _resized, "quantised": _quantised}
@@ -221,21 +205,35 @@ def _louder(function: Callable[..., Any]) -> Callable[..., Any]:
     return twice
 
 
-def _replaced(owner: Any, name: str) -> Place:
-    """An attribute that is a function, or an item: its result is doubled."""
+def _replaced(find: Callable[[Any], Any], name: str) -> Place:
+    """A function of what is found for a model: its result is doubled."""
 
-    def place(_: Any) -> AbstractContextManager[Any]:
-        if isinstance(owner, MutableMapping):
-            return mock.patch.dict(owner, {name: _louder(owner[name])})
+    def place(model: Any) -> AbstractContextManager[Any]:
+        owner = find(model)
         return mock.patch.object(owner, name, _louder(getattr(owner, name)))
 
     return place
 
 
+def _source(model: Any) -> Any:
+    """The module with the code of a model's kind."""
+    return sys.modules[type(model).__module__]
+
+
+def _mlp(model: Any) -> Any:
+    return type(model.model.layers[0].mlp)
+
+
+def _activation(model: Any) -> AbstractContextManager[Any]:
+    """The function behind a model's activation."""
+    name = "gelu" if "GELU" in type(model.model.layers[0].mlp.act_fn).__name__ else "silu"
+    return _replaced(lambda _: torch.nn.functional, name)(model)
+
+
 @contextmanager
-def _code(_: Any) -> Iterator[None]:
+def _code(model: Any) -> Iterator[None]:
     """The code of a method of a class, in place."""
-    forward: Any = modeling_llama.LlamaMLP.forward
+    forward: Any = _mlp(model).forward
     before = forward.__code__
 
     def other(self: Any, x: Any) -> Any:
@@ -251,7 +249,7 @@ def _code(_: Any) -> Iterator[None]:
 @contextmanager
 def _closure(model: Any) -> Iterator[None]:
     """The value in a closure's cell, changed once the function is in place."""
-    kind, factor = modeling_llama.LlamaRMSNorm, 1.0
+    kind, factor = type(model.model.norm), 1.0
     before = kind.forward
 
     def forward(self: Any, x: Any) -> Any:
@@ -263,14 +261,14 @@ def _closure(model: Any) -> Iterator[None]:
 
 
 @contextmanager
-def _defaults(_: Any) -> Iterator[None]:
+def _defaults(model: Any) -> Iterator[None]:
     """The default of an argument."""
-    before = modeling_llama.rotate_half
+    before = _source(model).rotate_half
 
     def other(x: Any, factor: float = 1.0) -> Any:
         return before(x) * factor
 
-    with mock.patch.object(modeling_llama, "rotate_half", other):
+    with mock.patch.object(_source(model), "rotate_half", other):
         other.__defaults__ = (0.5,)
         yield
 
@@ -298,22 +296,15 @@ def _by_array(model: Any) -> Iterator[None]:
         row[:] = before
 
 
-@contextmanager
-def _attention(model: Any) -> Iterator[None]:
-    """The table of attention functions: of all modules, by the name that the model uses."""
-    name, table = model.config._attn_implementation, ALL_ATTENTION_FUNCTIONS
-    before = table.get_interface(name, modeling_llama.eager_attention_forward)
-    with mock.patch.dict(table._global_mapping, {name: _louder(before)}):
-        yield
+def _attention(mapping: dict[str, Any]) -> Place:
+    """A table of attention functions, by the name that the model uses."""
 
+    def place(model: Any) -> AbstractContextManager[Any]:
+        name, eager = model.config._attn_implementation, _source(model).eager_attention_forward
+        before = ALL_ATTENTION_FUNCTIONS.get_interface(name, eager)
+        return mock.patch.dict(mapping, {name: _louder(before)})
 
-@contextmanager
-def _own_attention(model: Any) -> Iterator[None]:
-    """The table of one module."""
-    name, table = model.config._attn_implementation, modeling_llama.ALL_ATTENTION_FUNCTIONS
-    before = table.get_interface(name, modeling_llama.eager_attention_forward)
-    with mock.patch.dict(table._local_mapping, {name: _louder(before)}):
-        yield
+    return place
 
 
 @contextmanager
@@ -327,11 +318,11 @@ def _default_dtype(_: Any) -> Iterator[None]:
 
 
 @contextmanager
-def _global_hook(_: Any) -> Iterator[None]:
+def _global_hook(model: Any) -> Iterator[None]:
     """A hook of all modules."""
 
     def hook(module: Any, _: Any, output: Any) -> Any:
-        return output * 2 if type(module) is modeling_llama.LlamaMLP else None
+        return output * 2 if type(module) is _mlp(model) else None
 
     handle = torch.nn.modules.module.register_module_forward_hook(hook)
     try:
@@ -345,29 +336,29 @@ class _Mode(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         found = func(*args, **(kwargs or {}))
-        return found * 2 if func is torch.nn.functional.silu else found
+        return found * 2 if func in {torch.nn.functional.silu, torch.nn.functional.gelu} else found
 
 
 PLACES: dict[str, Place] = {
-    "a function of torch.nn.functional": _replaced(torch.nn.functional, "silu"),
-    "torch.nn.functional.linear": _replaced(torch.nn.functional, "linear"),
-    "a function of torch": _replaced(torch, "rsqrt"),
-    "a method of Tensor": _replaced(torch.Tensor, "pow"),
-    "a function of the model's module": _replaced(modeling_llama, "apply_rotary_pos_emb"),
-    "a helper of it": _replaced(modeling_llama, "rotate_half"),
-    "a class's method": _replaced(modeling_llama.LlamaMLP, "forward"),
-    "a class of torch": _replaced(torch.nn.SiLU, "forward"),
-    "the embedding's class": _replaced(torch.nn.Embedding, "forward"),
-    "Module.__call__": _replaced(modeling_llama.LlamaMLP, "__call__"),
+    "a function of torch.nn.functional": _activation,
+    "torch.nn.functional.linear": _replaced(lambda _: torch.nn.functional, "linear"),
+    "a function of torch": _replaced(lambda _: torch, "rsqrt"),
+    "a method of Tensor": _replaced(lambda _: torch.Tensor, "pow"),
+    "a function of the model's module": _replaced(_source, "apply_rotary_pos_emb"),
+    "a helper of it": _replaced(_source, "rotate_half"),
+    "a class's method": _replaced(_mlp, "forward"),
+    "a class of torch": _replaced(lambda of: type(of.model.layers[0].mlp.act_fn), "forward"),
+    "the embedding's class": _replaced(lambda _: torch.nn.Embedding, "forward"),
+    "Module.__call__": _replaced(_mlp, "__call__"),
     "code in place": _code,
     "a closure's value": _closure,
     "an argument's default": _defaults,
     "a bound method of another layer": _taken,
     "a row by an array": _by_array,
-    "the table of attentions": _attention,
-    "a module's table of attentions": _own_attention,
+    "the table of attentions": _attention(ALL_ATTENTION_FUNCTIONS._global_mapping),
+    "a module's table of attentions": _attention(ALL_ATTENTION_FUNCTIONS._local_mapping),
     "torch's default dtype": _default_dtype,
     "a hook of all modules": _global_hook,
     "a mode of torch": lambda _: _Mode(),
 }
-"""By name: each changes what a Llama computes, of all models in the process or of the given one."""
+"""By name: each changes what a model computes, or what all of its kind in the process do."""

@@ -9,9 +9,9 @@ are compared with those of the same model without VUA. Then an unchanged model o
 the same prompts: its tokens must be those of the plain model, and a second one must find each whole
 chunk that the first one stored.
 
-With ``--vllm`` a real engine stores some prompts of the first kind before the changes, of which
-later ones are about a third; half of the models that are changed after the block has begun store
-for vLLM (``share=True``); and at the end the engine asks for all prompts of that kind.
+With ``--vllm`` a real engine stores some prompts of each kind before the changes, of which later
+ones are about a third; half of the models that are changed after the block has begun store for vLLM
+(``share=True``); and at the end the engine asks for all prompts of that kind.
 """
 
 from __future__ import annotations
@@ -150,8 +150,10 @@ class Trial:
             rng.choice(kind.by_vllm) if kind.by_vllm and rng.random() < 0.33 else prompt_of(rng)
             for _ in range(2)
         )
-        # of a model that was changed before the block, its user must not ask for it
-        self.share = bool(kind.by_vllm) and self.way != "before" and rng.random() < 0.5
+        # of a model that was changed before the block, or computes otherwise than vLLM, as Gemma 2
+        # does with sdpa, its user must not ask for it
+        may = self.way != "before" and (kind.name, self.attention) != ("Gemma2Config", "sdpa")
+        self.share = bool(kind.by_vllm) and may and rng.random() < 0.5
 
     def __str__(self) -> str:
         return f"{self.kind.name} {self.attention}, {self.way}: {' + '.join(self.names)}"
@@ -294,18 +296,18 @@ def campaign(
     with tempfile.TemporaryDirectory(prefix="vua-campaign-") as folder, warnings.catch_warnings():
         warnings.simplefilter("ignore")  # transformers' and torch's own
         made = [Kind(name, Path(folder, name)) for name in [*KINDS][:kinds]]
-        if vllm:
-            made[0].by_vllm = made[0].asked = [prompt_of(rng) for _ in range(8)]
-            _by_vllm(made[0], found)
-            made[0].asked = [*made[0].asked]
+        for kind in made if vllm else ():
+            kind.by_vllm = [prompt_of(rng) for _ in range(8)]
+            kind.asked += kind.by_vllm
+            _by_vllm(kind, found)
         while found.counts["changes"] < changes:
             trial = Trial(rng, made[found.counts["changes"] % kinds], found)
             before = len(found.wrong)
             trial.run()
             wrong = len(found.wrong) - before
             say_it(f"{found.counts['changes']:4} {trial}: {f'{wrong} WRONG' if wrong else 'right'}")
-        if vllm:
-            _by_vllm(made[0], found)
+        for kind in made if vllm else ():
+            _by_vllm(kind, found)
     return found
 
 

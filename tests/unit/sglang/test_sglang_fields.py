@@ -1,7 +1,8 @@
-"""Every argument and variable of SGLang stands in `vua.sglang.argument_fields`, and does as said.
+"""Every argument and variable of SGLang stands in VUA's tables, and does as said there.
 
-`sglang_fields.json` has those of the release that VUA knows; `make_sglang_fields.py` wrote it.
-Runs in SGLang's environment: `dev.py sglang`.
+`make_sglang_fields.py` reads them from the installed release's sources; `sglang_fields.json` has
+what computes nothing of the variables there that are of no family of SGLang's. Runs in SGLang's
+environment: `dev.py sglang`.
 """
 
 from __future__ import annotations
@@ -19,21 +20,24 @@ import pytest
 from helpers import TESTS, DirectoryTest
 from make_sglang_fields import listed
 from vua.connector.cache_spec import UncachedError
-from vua.sglang.argument_fields import (
+
+pytest.importorskip("sglang.srt", reason="SGLang has an environment of its own: `dev.py sglang`")
+pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")  # SGLang's, about missing GPUs
+
+import sglang  # noqa: E402 - it is there
+
+from vua.sglang.identity import (  # noqa: E402 - likewise
     COUNTED_VARIABLES,
     EXCLUDED,
     EXCLUDED_VARIABLES,
     FAMILIES,
     NEUTRAL,
+    settings_that_count,
+    variables_that_count,
 )
 
-pytest.importorskip("sglang.srt", reason="SGLang has an environment of its own: `dev.py sglang`")
-pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")  # SGLang's, about missing GPUs
-
-RELEASE = "0.5.23"
-LISTS = json.loads((TESTS / "sglang_fields.json").read_text())[RELEASE]
-ARGUMENTS = " ".join(LISTS["arguments"].values()).split()
-VARIABLES = LISTS["environment"].split()
+ARGUMENTS, VARIABLES = listed(Path(str(sglang.__file__)).parent.parent)
+HARMLESS = set(json.loads((TESTS / "sglang_fields.json").read_text())["harmless"])
 BEYOND = (
     "NVIDIA_TF32_OVERRIDE",
     "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE",
@@ -82,15 +86,16 @@ def server(**changed: Any) -> Any:
 
 
 def counted(**changed: Any) -> dict[str, Any]:
-    from vua.sglang.identity import settings_that_count
-
     return settings_that_count(server(**changed))
 
 
 class TableTest(unittest.TestCase):
     def test_every_argument_is_listed(self) -> None:
         """No argument stands in neither table, in both, or in one of them twice."""
+        from sglang.srt.server_args import ServerArgs
+
         self.assertGreater(len(ARGUMENTS), 500)
+        self.assertEqual(set(ARGUMENTS), set(ServerArgs.__struct_fields__))
         tables = Counter([*excluded(), *NEUTRAL])
         self.assertEqual([], [name for name in ARGUMENTS if tables[name] != 1])
         self.assertEqual(set(), set(tables) - set(ARGUMENTS))
@@ -102,25 +107,12 @@ class TableTest(unittest.TestCase):
         self.assertEqual(len(excluded), len({*excluded} & {*VARIABLES}))
         self.assertEqual([], [name for name in excluded if not name.startswith(FAMILIES)])
         plain = {name for name in VARIABLES if not name.startswith(FAMILIES)}
-        harmless = {*LISTS["harmless"].split()}
-        self.assertEqual(plain, COUNTED_VARIABLES - {*BEYOND} | harmless)
-        self.assertEqual(set(), COUNTED_VARIABLES & harmless)
-
-    def test_lists_are_those_of_the_installed_sglang(self) -> None:
-        """What was read from the sources of the release is what is installed here."""
-        import sglang
-        from sglang.srt.server_args import ServerArgs
-
-        self.assertEqual(RELEASE, sglang.__version__)
-        found = listed(Path(str(sglang.__file__)).parent.parent)
-        self.assertEqual(LISTS, {**found, "harmless": LISTS["harmless"]})
-        self.assertEqual(set(ARGUMENTS), set(ServerArgs.__struct_fields__))
+        self.assertEqual(plain, COUNTED_VARIABLES - {*BEYOND} | HARMLESS)
+        self.assertEqual(set(), COUNTED_VARIABLES & HARMLESS)
 
     def test_a_server_without_arguments(self) -> None:
         """A plain server counts for nothing; so it shares with the other engines."""
         from sglang.srt.server_args import ServerArgs
-
-        from vua.sglang.identity import settings_that_count
 
         self.assertEqual({}, settings_that_count(ServerArgs(model_path="model")))
 
@@ -161,7 +153,6 @@ class ArgumentsTest(DirectoryTest):
 
     def test_files(self) -> None:
         """A file or a folder that an argument names counts by its content, not by its place."""
-        from vua.sglang.identity import settings_that_count
 
         def said(name: str, value: str) -> dict[str, Any]:
             return settings_that_count(server(**{name: value}), self.root)
@@ -188,8 +179,6 @@ class ArgumentsTest(DirectoryTest):
 
 class VariablesTest(DirectoryTest):
     def counted(self, **environment: str) -> dict[str, Any]:
-        from vua.sglang.identity import variables_that_count
-
         return variables_that_count({"HOME": "/root", "PATH": "/bin", **environment})
 
     def test_variables(self) -> None:
