@@ -11,7 +11,7 @@ from e2e.architectures import gemma3, small
 from e2e.by_transformers import generate
 from e2e.checkpoints import with_biases
 from e2e.damage import CHUNK, stored
-from e2e.harness import PROMPT, SETTLE, Batch, EngineTest, llama, models
+from e2e.harness import PROMPT, SETTLE, Batch, EngineTest, models
 from e2e.kinds import KINDS
 from small_models import make_model
 
@@ -49,16 +49,6 @@ WITNESS: dict[str, Any] = {"witness_every": 1000}
 
 
 class OtherEngineTest(EngineTest):
-    @pytest.mark.thorough
-    def test_what_transformers_keeps(self) -> None:
-        """Transformers loads what vLLM stored also where it does not share; vLLM then not."""
-        (expected,) = self.fill(BATCH)
-        found = self._generate(llama(), new_tokens=len(expected), share=False)
-        self.assertEqual((WHOLE, expected), found)
-        self.root = self.root.with_name("alone")
-        self._generate(llama(), new_tokens=1, share=False)
-        self.assertEqual([0], self.serve(BATCH).cached)
-
     @pytest.mark.thorough
     def test_further_kinds(self) -> None:
         """Kinds whose configurations the engines write differently share, too."""
@@ -137,16 +127,6 @@ class OtherEngineTest(EngineTest):
                 warm = self.serve(*asked, engine=engine, extra=WITNESS)
                 self.assertEqual([2 * expected, [WHOLE] * 2], [warm.tokens, warm.cached])
                 self.assertLess(len(there), len(stored(self.root)))
-
-    @pytest.mark.thorough
-    def test_compared_by_vllm(self) -> None:
-        """VLLM compares the first prompt that transformers has shared, and loads the next."""
-        expected = self.baseline(BATCH)
-        self._generate(llama(), new_tokens=1)
-
-        found = self.serve(BATCH, SETTLE, BATCH, extra=WITNESS)
-
-        self.assertEqual([2 * expected, [0, WHOLE]], [found.tokens, found.cached])
 
     def _generate(
         self, path: Path, *, new_tokens: int, share: bool = True

@@ -10,8 +10,8 @@ from vua.errors import how_to_get
 try:
     from vua.transformers.cache import Prefix, PrefixCache
     from vua.transformers.generation import reuse_prefixes
-    from vua.transformers.model import identity_of, layout_of
+    from vua.transformers.model import identity_of
 except ModuleNotFoundError as problem:
     raise how_to_get(problem) from None
 
-__all__ = ["Prefix", "PrefixCache", "identity_of", "layout_of", "reuse_prefixes"]
+__all__ = ["Prefix", "PrefixCache", "identity_of", "reuse_prefixes"]

@@ -307,15 +307,6 @@ def identity_of(
     return found.by_engine(engine, weights) or replace(found.others, weights=weights)
 
 
-def layout_of(model: Any, *, chunk_tokens: int = 64) -> KVLayout:
-    """Return the layout of the caches that ``model`` computes, by computing.
-
-    Raises:
-        ConfigError: its caches are not K and V of one text's tokens, layer by layer.
-    """
-    return Description(unwrapped(model), chunk_tokens=chunk_tokens, epoch="").layout
-
-
 def windows_of(model: Any, layers: int) -> list[int | None]:
     """Return the tokens of each layer's sliding window; None: it attends to everything.
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import functools
-import json
 import re
 import sys
 from types import FrameType
@@ -14,9 +13,8 @@ from unittest import mock
 import pytest
 import torch
 
-from commands import run
-from helpers import ROOT, keys_of
-from transformers_case import CHUNK, GREEDY, TransformersTest, prompt_of
+from helpers import ROOT
+from transformers_case import GREEDY, TransformersTest, prompt_of
 from vua import InputError, StorageError
 from vua.capacity.hit_density import UseLog
 
@@ -111,18 +109,6 @@ class GenerationTest(TransformersTest):
             self.ask(input_ids=torch.cat([PROMPT, PROMPT[:, :50]], dim=1))
         used = [len(one.chunks) for one in UseLog(self.store).records()]
         self.assertEqual([6, 6, 9], [chunks for chunks in used if chunks > 1])  # 1: the probe
-
-    @pytest.mark.thorough
-    def test_events(self) -> None:
-        """`vua events` tells of what was stored here, by the keys that follow from the tokens."""
-        with self.reusing(self.model):
-            self.ask(input_ids=PROMPT)
-        code, out, _ = run("events", self.store)
-        self.assertEqual(0, code)
-        found = [json.loads(line)["block_hashes"][0] for line in out.splitlines()]
-        expected = [key.name for key in keys_of(PROMPT[0].tolist(), CHUNK)]
-        self.assertEqual(expected, [name for name in found if name in expected])
-        self.assertEqual(len(expected) + 1, len(found))  # and the probe
 
     @pytest.mark.thorough
     def test_left_padding(self) -> None:
