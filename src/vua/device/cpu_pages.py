@@ -1,7 +1,8 @@
 """Moves tokens between an engine's paged KV cache and canonical chunk arrays, on CPU tensors.
 
-`PagedKV.gather` and `PagedKV.scatter` copy exactly the bytes of the given tokens, with any bit
-patterns, and write nothing else. A `PageForm` describes where K and V are inside one page. There
+`move` is the way of `vua.device.copy` for CPU tensors: the loop in C. `PagedKV` is a cache whose
+pages an engine's CPU backend packs in a way of its own (`PageForm`), addressed by block tables. It
+copies exactly the bytes of the given tokens, with any bit patterns, and writes nothing else. There
 are no locks: the caller, a connector's worker, ensures that the same tokens are not written
 meanwhile.
 """
@@ -11,7 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, SupportsIndex, TypeAlias
+from typing import SupportsIndex, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -20,72 +21,45 @@ from torch import Tensor
 
 from vua import native
 from vua.device import moves
-from vua.device.moves import Job, Runs
-from vua.device.paged import WORDS, slots_of
+from vua.device.moves import Job
+from vua.device.paged import PagedCache, PagedLayout, Rows, slots_of
 from vua.errors import InputError, LayoutError
 from vua.native import NOWHERE, MemoryMap, Spread, StridedCopy
 
 
 def move(job: Job, *, store: bool) -> None:
     """Make the move, see :class:`vua.device.moves.Move`; releases the GIL once."""
-    slots, layout, size = job.slots.numpy(), job.cache.layout, job.cache.itemsize
-    if store and _repeats(slots):  # two threads would mix their bytes
-        moves.move(job, store=store)
-        return
-    found, copies = moves.runs(slots, layout.block_size), []
+    ordered = np.sort(job.slots.numpy(), axis=None)
+    if store and bool(((ordered[1:] == ordered[:-1]) & (ordered[1:] >= 0)).any()):
+        moves.move(job, store=store)  # two threads would mix the bytes of one slot
+    else:
+        _copy_runs(job, store=store)
+
+
+def _copy_runs(job: Job, *, store: bool) -> None:
+    """Copy K and V by boxes, one per layer and run of tokens, with both sides' strides."""
+    layout, size, copies = job.cache.layout, job.cache.itemsize, []
+    first, slot, counts = moves.runs(job.slots.numpy(), layout.block_size)
+    block, place = np.divmod(slot, layout.block_size)
     for rows, table, chunk in zip(layout.arrays, job.cache.table, job.chunks, strict=True):
-        steps = _Steps(rows.block * size, rows.slot * size, rows.head * size, job.word.itemsize)
-        pages = table.numpy()
-        copies.append(_boxes(pages, steps, found, layout.block_size, chunk, store=store))
+        if not rows.step:
+            continue
+        pages = table.numpy()[:, None] + (block * rows.block + place * rows.slot) * size
+        inside = rows.head * size, rows.slot * size, rows.step * job.word.itemsize
+        tokens, word = max(1, chunk.shape[3]), chunk.element_size()
+        of_chunk, head, layer, row, column = (step * word for step in chunk.stride())
+        lines = chunk.data_ptr() + np.arange(chunk.shape[2])[:, None] * layer
+        lines = lines + (first // tokens * of_chunk + first % tokens * row)
+        (target, to), (source, from_) = (lines, (head, row, column)), (pages, inside)
+        if store:
+            (target, to), (source, from_) = (source, from_), (target, to)
+        shape = chunk.shape[1], chunk.shape[4], word
+        many = np.broadcast_to(counts, lines.shape)
+        copies.append(StridedCopy(shape, to, from_, target, source, many))
     native.copy_strided(copies)
 
 
-def _repeats(slots: npt.NDArray[np.int64]) -> bool:
-    ordered = np.sort(slots, axis=None)
-    return bool(((ordered[1:] == ordered[:-1]) & (ordered[1:] >= 0)).any())
-
-
-class _Steps(NamedTuple):
-    """Bytes from one page, slot, head and element to the next in an engine's layer."""
-
-    page: int
-    slot: int
-    head: int
-    dim: int
-
-
-def _boxes(
-    layers: npt.NDArray[np.int64],
-    steps: _Steps,
-    runs: Runs,
-    slots: int,
-    chunk: Tensor,
-    *,
-    store: bool,
-) -> StridedCopy:
-    """Return the copies of K, or of V: a box per layer and run, with both sides' strides.
-
-    Args:
-        layers: the address of each layer's first row.
-        steps: of these layers.
-        runs: the tokens.
-        slots: of a page.
-        chunk: ``[chunks, heads, layers, tokens, dim]``.
-        store: whether to copy into the pages, or out of them.
-    """
-    (first, slot, counts), tokens = runs, max(1, chunk.shape[3])
-    pages = layers[:, None] + (slot // slots * steps.page + slot % slots * steps.slot)
-    of_chunk, head, layer, row, column = (step * chunk.element_size() for step in chunk.stride())
-    rows = chunk.data_ptr() + np.arange(chunk.shape[2])[:, None] * layer
-    rows = rows + (first // tokens * of_chunk + first % tokens * row)
-    inside, outside = (pages, steps[2:0:-1] + steps[3:]), (rows, (head, row, column))
-    (target, to), (source, from_) = (inside, outside) if store else (outside, inside)
-    shape = chunk.shape[1], chunk.shape[4], chunk.element_size()
-    return StridedCopy(shape, to, from_, target, source, np.broadcast_to(counts, rows.shape))
-
-
 _Ids: TypeAlias = Sequence[SupportsIndex]
-_Chunks: TypeAlias = tuple[Tensor | None, Tensor | None]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -134,21 +108,14 @@ def latent_form(block_size: int, width: int) -> PageForm:
     return fused_form(block_size, width, 0)
 
 
-class _Half(NamedTuple):
-    """K or V of a page: element ``d`` of token ``t`` is at ``offset + t * token + d * dim``."""
-
-    offset: int
-    token: int
-    dim: int
-
-
-def _half(places: npt.NDArray[np.int64]) -> _Half | None:
-    """Return the strides of the elements at ``places[t, d]`` of a page; None if there are none."""
-    offset = int(places[0, 0])
-    token, dim = int(places[:2, 0][-1]) - offset, int(places[0, :2][-1]) - offset
-    steps = np.arange(len(places))[:, None] * token + np.arange(places.shape[1]) * dim
-    strided = token >= 0 and dim >= 0 and np.array_equal(places, offset + steps)
-    return _Half(offset, token, dim) if strided else None
+def _rows(places: npt.NDArray[np.int64], block: int, head: int) -> Rows:
+    """Return the strides of the elements at ``places[t, d]`` of a page."""
+    offset, dim = int(places[0, 0]), places.shape[1]
+    token, step = int(places[:2, 0][-1]) - offset, int(places[0, :2][-1]) - offset
+    steps = np.arange(len(places))[:, None] * token + np.arange(dim) * (step or 1)
+    if min(token, step) < 0 or not np.array_equal(places, offset + steps):
+        return Rows(0, block, 0, head, dim, 0)
+    return Rows(offset, block, token, head, dim, step or 1)
 
 
 class PagedKV:
@@ -176,23 +143,19 @@ class PagedKV:
             raise LayoutError(
                 f"block size {block_size} is not a multiple of {form.block_size} slots"
             )
-        self._integer = WORDS[caches[0].element_size()]
-        layers = [cache.detach().view(self._integer) for cache in caches]
-        if layers[0].dim() == 3:
-            layers = [layer.unsqueeze(1) for layer in layers]
-        first, item = layers[0], self._integer.itemsize
-        self._layers, self._item = layers, item
-        self._addresses = np.array([layer.data_ptr() for layer in layers], dtype=np.int64)
-        self._page_nbytes, self._head_nbytes = first.stride(0) * item, first.stride(1) * item
+        layers = [one if one.dim() == 4 else one.unsqueeze(1) for one in caches]
+        blocks, heads, slots, _ = layers[0].shape
+        block, head, slot, element = layers[0].stride()
         self._places = [
-            (index // form.width * first.stride(2) + index % form.width * first.stride(3)).numpy()
+            (index // form.width * slot + index % form.width * element).numpy()
             for index in (form.k_index, form.v_index)
+            if index.shape[1]
         ]
         """Of K and V: which element of a page holds each."""
-        self._halves = [_half(one) if one.size else None for one in self._places]
-        self._dims = (form.k_index.shape[1], form.v_index.shape[1])
-        self._block_size, self._slots = block_size, form.block_size
-        self._blocks = first.shape[0] * form.block_size // block_size
+        arrays = tuple(_rows(places, block, head) for places in self._places)
+        layout = PagedLayout(blocks, slots, heads, arrays)
+        views = [[layout.view(one, at) for one in layers] for at in range(len(arrays))]
+        self._cache, self._layers, self._block_size = PagedCache(views, layout), layers, block_size
 
     def gather(
         self, block_ids: _Ids, token_start: int, n_tokens: int, k_out: Tensor, v_out: Tensor | None
@@ -200,14 +163,15 @@ class PagedKV:
         """Copy tokens ``token_start`` to ``token_start + n_tokens`` of a request out of the cache.
 
         Block ``block_ids[i]`` holds the tokens from ``i * block_size`` on. ``k_out`` and ``v_out``
-        are ``[heads, layers, n_tokens, dim]``, of any dtype of the cache's item size, with any
-        strides; ``v_out`` is ignored without V.
+        are ``[heads, layers, n_tokens, dim]``, of any dtype of the cache's item size, with rows
+        without gaps; ``v_out`` is None without V.
 
         Raises:
-            InputError: The arguments do not fit; nothing was copied.
+            LayoutError: The chunks do not fit; nothing was copied.
+            InputError: The tokens do not; likewise.
         """
-        chunks = (k_out[None], None if v_out is None else v_out[None])
-        self._move(block_ids, token_start, n_tokens, 0, chunks, store=False)
+        v = None if v_out is None else v_out[None]
+        self._move(block_ids, token_start, n_tokens, 0, k_out[None], v, store=False)
 
     def scatter(
         self, block_ids: _Ids, token_start: int, n_tokens: int, k_in: Tensor, v_in: Tensor | None
@@ -216,8 +180,8 @@ class PagedKV:
 
         Tokens outside the range keep their bytes, also those in the same block.
         """
-        chunks = (k_in[None], None if v_in is None else v_in[None])
-        self._move(block_ids, token_start, n_tokens, 0, chunks, store=True)
+        v = None if v_in is None else v_in[None]
+        self.scatter_chunks(block_ids, token_start, n_tokens, 0, k_in[None], v)
 
     def scatter_chunks(
         self, block_ids: _Ids, token_start: int, n_tokens: int, skip: int,
@@ -228,31 +192,26 @@ class PagedKV:
         ``k_in`` and ``v_in`` are ``[chunks, heads, layers, chunk_tokens, dim]``; token
         ``token_start`` follows ``skip`` other tokens of the first chunk. Otherwise as `scatter`.
         """
-        self._move(block_ids, token_start, n_tokens, skip, (k_in, v_in), store=True)
+        self._move(block_ids, token_start, n_tokens, skip, k_in, v_in, store=True)
 
     def memory(self, chunk_tokens: int, chunks: int) -> MemoryMap | None:
         """Return a map of ``chunks`` chunk slots in these pages, which :meth:`aim` aims.
 
         None if elements have no fixed strides, and C cannot write to them.
         """
-        dims = [dim for dim in self._dims if dim]
-        strided = [half for half in self._halves if half is not None]
-        item, tokens = self._item, math.gcd(chunk_tokens, self._slots)
-        if len(strided) < len(dims):
+        arrays, item = self._cache.layout.arrays, self._cache.itemsize
+        if not all(rows.step for rows in arrays):
             return None
+        tokens = math.gcd(chunk_tokens, self._cache.layout.block_size)
         offsets = np.full(chunks * (chunk_tokens // tokens), NOWHERE, dtype=np.uint64)
         return MemoryMap(
-            base=tuple((self._addresses + half.offset * item).view(np.uint64) for half in strided),
-            head_stride=(self._head_nbytes,) * len(strided),
-            segment_offset=tuple(offsets.copy() for _ in strided),
+            base=tuple(self._cache.table.numpy().view(np.uint64)),
+            head_stride=tuple(rows.head * item for rows in arrays),
+            segment_offset=tuple(offsets.copy() for _ in arrays),
             segment_tokens=tokens,
             owner=self,
             spread=Spread(
-                item,
-                [
-                    (dim, half.token * item, half.dim * item)
-                    for dim, half in zip(dims, strided, strict=True)
-                ],
+                item, [(rows.dim, rows.slot * item, rows.step * item) for rows in arrays]
             ),
             cached=True,
         )
@@ -265,85 +224,52 @@ class PagedKV:
         Arguments as for :meth:`scatter_chunks`; other tokens of the slots have no address. Returns
         False, and changes nothing, if the tokens cut a segment. Raises InputError.
         """
-        size, spread = memory.segment_tokens, memory.spread
-        if (token_start | skip) % size or n_tokens % size or spread is None:
+        size, layout, item = memory.segment_tokens, self._cache.layout, self._cache.itemsize
+        if (token_start | skip) % size or n_tokens % size:
             return False
-        wanted = self._slots_of(block_ids, token_start, n_tokens)[::size]
-        pages, slots = np.divmod(wanted, self._slots)
+        found = slots_of(block_ids, self._block_size, token_start, token_start + n_tokens)
+        moves.check_slots(self._cache, found, n_tokens)
+        pages, slots = np.divmod(found.numpy()[::size], layout.block_size)
         first = skip // size
-        for offsets, token in zip(memory.segment_offset, spread.token, strict=False):
+        for offsets, rows in zip(memory.segment_offset, layout.arrays, strict=True):
             offsets[:] = NOWHERE
-            offsets[first : first + len(wanted)] = pages * self._page_nbytes + slots * token
+            offsets[first : first + len(pages)] = (pages * rows.block + slots * rows.slot) * item
         return True
 
-    def _slots_of(self, ids: _Ids, start: int, count: int) -> npt.NDArray[np.int64]:
-        """Return the slots of a request's tokens. Raises InputError."""
-        slots: npt.NDArray[np.int64]
-        slots = slots_of(ids, self._block_size, start, start + count).numpy()
-        if count and slots.max() >= self._blocks * self._block_size:
-            raise InputError(f"block ids {list(ids)} are not all among {self._blocks} blocks")
-        return slots
-
     def _move(
-        self, ids: _Ids, start: int, count: int, skip: int, chunks: _Chunks, *, store: bool
-    ) -> None:
-        """Copy tokens from or to ``chunks``, where the first follows ``skip`` others."""
-        k = chunks[0]
-        number, tokens = (len(k), k.shape[3]) if k is not None and k.dim() == 5 else (0, 0)
-        for chunk, dim in zip(chunks, self._dims, strict=True):
-            shape = (number, self._layers[0].shape[1], len(self._layers), tokens, dim)
-            self._check(chunk, shape)
+        self, ids: _Ids, start: int, count: int, skip: int, k: Tensor, v: Tensor | None,
+        *, store: bool,
+    ) -> None:  # fmt: skip
+        number, tokens = k.shape[0], k.shape[-2]
         if not 0 <= skip <= skip + count <= number * tokens:
             raise InputError(f"{count} tokens after {skip} are not in {number} of {tokens}")
-        slots = np.full((number, tokens), -1, dtype=np.int64)
-        slots.reshape(-1)[skip : skip + count] = self._slots_of(ids, start, count)
+        slots = np.full(number * tokens, -1, dtype=np.int64)
+        slots[skip : skip + count] = slots_of(ids, self._block_size, start, start + count).numpy()
+        job = moves.plan(self._cache, torch.from_numpy(slots), k, v)
         if not count:
             return
-        copies, runs = [], moves.runs(slots, self._slots)
-        for chunk, half, places in zip(chunks, self._halves, self._places, strict=True):
-            if chunk is None or not places.size:
-                continue
-            rows = chunk.detach().view(self._integer)
-            if half is None:
-                self._move_each(places, slots, rows, store=store)
-                continue
-            first = self._addresses + half.offset * self._item
-            token, dim = half.token * self._item, half.dim * self._item
-            steps = _Steps(self._page_nbytes, token, self._head_nbytes, dim)
-            copies.append(_boxes(first, steps, runs, self._slots, rows, store=store))
-        native.copy_strided(copies)
+        _copy_runs(job, store=store)
+        for at, rows in enumerate(self._cache.layout.arrays):
+            if not rows.step:
+                self._move_each(job, at, store=store)
 
-    def _move_each(
-        self,
-        places: npt.NDArray[np.int64],
-        slots: npt.NDArray[np.int64],
-        rows: Tensor,
-        *,
-        store: bool,
-    ) -> None:
+    def _move_each(self, job: Job, array: int, *, store: bool) -> None:
         """Copy K or V whose elements have no strides, one by one."""
-        first = self._layers[0]
+        places, first = self._places[array], self._layers[0]
         heads = first.shape[1]
         # vLLM may have made its caches in inference mode, the only mode that can write them then.
         with torch.inference_mode():
-            for chunk, some in zip(rows, slots, strict=True):
+            for chunk, some in zip(job.chunks[array], job.slots.numpy(), strict=True):
                 (at,) = np.nonzero(some >= 0)  # neighbours
-                page, slot = np.divmod(some[at], self._slots)
+                page, slot = np.divmod(some[at], len(places))
                 each = torch.from_numpy(page[:, None] * first.stride(0) + places[slot])
                 index = each.flatten().expand(heads, -1)
                 size = int(each.max()) + 1 if len(at) else 0
                 for layer, tensor in enumerate(self._layers if size else ()):
-                    elements = tensor.as_strided((heads, size), (first.stride(1), 1))
+                    words = tensor.view(job.word)
+                    elements = words.as_strided((heads, size), (first.stride(1), 1))
                     side = chunk[:, layer, at[0] : at[-1] + 1]
                     if store:  # indexing and index_select are slower by far
                         elements.scatter_(1, index, side.reshape(heads, -1))
                     else:
                         side.copy_(elements.gather(1, index).view(side.shape))
-
-    def _check(self, chunk: Tensor | None, shape: tuple[int, ...]) -> None:
-        wanted = (shape, self._item, "cpu")
-        found = chunk is not None and (tuple(chunk.shape), chunk.element_size(), chunk.device.type)
-        if shape[-1] and found != wanted:
-            raise LayoutError(
-                f"expected a chunk {wanted} (shape, item size, device), found {found}"
-            )

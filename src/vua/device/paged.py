@@ -1,8 +1,9 @@
 """Where an engine's paged KV cache keeps the rows of K and V, for every layout in use.
 
-A *row* is one token's K (or V) of one head of one layer: ``dim`` contiguous elements. A *slot* is
-one token's place, ``block id * block_size + index in the block``. A layout is named by the *axes*
-of the engine's tensor, one letter each, in the order of its shape::
+A *row* is one token's K (or V) of one head of one layer: ``dim`` elements, contiguous but in the
+pages of some CPU backends. A *slot* is one token's place, ``block id * block_size + index in the
+block``. A layout is named by the *axes* of the engine's tensor, one letter each, in the order of
+its shape::
 
     L  layers (absent if there is one tensor per layer)
     B  blocks (absent if the cache is one long array of slots)
@@ -61,6 +62,8 @@ class Rows:
     head: int
     dim: int
     """Elements of a row."""
+    step: int = 1
+    """From one element of a row to the next, where a CPU backend packs pages; 0: it varies."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +85,7 @@ class PagedLayout:
             steps = {"block": (self.blocks, rows.block), "slot": (self.block_size, rows.slot)}
             steps["head"] = (self.heads, rows.head)
             for axis, (size, stride) in steps.items():
-                if size > 1 and stride < rows.dim:
+                if size > 1 and rows.step == 1 and stride < rows.dim:
                     raise LayoutError(
                         f"{name}: one {axis} lies {stride} elements after the other, but a row has "
                         f"{rows.dim}; expected rows that do not overlap"
@@ -99,7 +102,7 @@ class PagedLayout:
         ``k_dim`` says how many elements of axis C are K's (by default half of them).
 
         >>> PagedLayout.of((9, 2, 16, 8), (256, 128, 8, 1), "BHNC").arrays[1]
-        Rows(offset=4, block=256, slot=8, head=128, dim=4)
+        Rows(offset=4, block=256, slot=8, head=128, dim=4, step=1)
         """
         if (
             len(set(axes)) != len(axes)
@@ -146,7 +149,7 @@ class PagedLayout:
         rows = self.arrays[array]
         return tensor.as_strided(
             (self.blocks, self.block_size, self.heads, rows.dim),
-            (rows.block, rows.slot, rows.head, 1),
+            (rows.block, rows.slot, rows.head, rows.step),
             int(tensor.storage_offset()) + rows.offset,
         )
 
@@ -173,7 +176,8 @@ class PagedCache:
         places = [[t.data_ptr() for t in array] for array in self.arrays]
         self.table = torch.tensor(places, dtype=torch.int64).to(self.device)
         """Addresses of the first rows, ``[arrays, layers]``, on the cache's device."""
-        steps = [s for r in layout.arrays for s in (r.block, r.slot, r.head, r.dim)]
+        lengths = [(r, r.dim if r.step == 1 else 1) for r in layout.arrays]
+        steps = [s for r, length in lengths for s in (r.block, r.slot, r.head, length)]
         steps += [int(t.storage_offset()) for array in self.arrays for t in array]
         flat = [place for array in places for place in array]
         self.alignment = math.gcd(*(step * self.itemsize for step in steps), *flat)
