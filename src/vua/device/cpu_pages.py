@@ -28,7 +28,7 @@ from vua.native import NOWHERE, MemoryMap, Spread, StridedCopy
 
 
 def move(job: Job, *, store: bool) -> None:
-    """Make the move, see :class:`vua.device.moves.Move`; releases the GIL once."""
+    """Make the move, see `vua.device.moves.Move`; releases the GIL once."""
     ordered = np.sort(job.slots.numpy(), axis=None)
     if store and bool(((ordered[1:] == ordered[:-1]) & (ordered[1:] >= 0)).any()):
         moves.move(job, store=store)  # two threads would mix the bytes of one slot

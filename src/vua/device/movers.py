@@ -9,9 +9,7 @@ from __future__ import annotations
 import ctypes
 import logging
 import os
-import re
 import threading
-from importlib.metadata import version
 from typing import Any, Protocol
 
 import torch
@@ -64,20 +62,6 @@ def driver_present() -> bool:
         return False
 
 
-def _check_bindings() -> None:
-    """Refuse releases of cuda-bindings whose `cufile.read` does not return the bytes read.
-
-    Raises StorageError, which names good releases.
-    """
-    found = version("cuda-bindings")
-    release = tuple(int(part) for part in re.findall(r"\d+", found)[:3])
-    if release < (12, 9, 5) or (13,) <= release < (13, 1):
-        raise StorageError(
-            f"cuda-bindings {found} does not say how many bytes cuFileRead has read: install "
-            "12.9.5 or a later 12, or 13.1.0 or later"
-        )
-
-
 def _hint(problem: str) -> str:
     """Return the remedy for an error of cuFile whose text does not give it."""
     if "5027" in problem or "volume attributes" in problem:
@@ -102,7 +86,6 @@ class CuFileMover:
         if not driver_present():
             raise StorageError("cuFile needs a CUDA driver (libcuda.so.1) and a GPU: found none")
         try:
-            _check_bindings()
             from cuda.bindings import cufile  # noqa: PLC0415 - optional, and NVIDIA's alone
 
             self._library: Any = cufile

@@ -8,8 +8,9 @@ A chunk array is ``[chunks, heads, layers, tokens, dim]``, K and V separate, as 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -38,20 +39,8 @@ class Job:
         return self.chunks[0].dtype
 
 
-class Runs(NamedTuple):
-    """Consecutive tokens, indexed through all chunks."""
-
-    first: npt.NDArray[np.int64]
-    slot: npt.NDArray[np.int64]
-    """Slot of each run's first token."""
-    tokens: npt.NDArray[np.int64]
-
-
-class Move(Protocol):
-    """A way to move rows."""
-
-    def __call__(self, job: Job, *, store: bool) -> None:
-        """Make the move: into the cache (``store``) or out of it."""
+Move: TypeAlias = Callable[..., None]
+"""``move(job, store=...)``: makes it, into the cache (``store``) or out of it."""
 
 
 def plan(cache: PagedCache, slots: Tensor, k: Tensor, v: Tensor | None) -> Job:
@@ -132,10 +121,13 @@ def move(job: Job, *, store: bool) -> None:
                     rows[some // tokens, some % tokens] = page[block, slot]
 
 
-def runs(slots: npt.NDArray[np.int64], block_size: int) -> Runs:
+def runs(
+    slots: npt.NDArray[np.int64], block_size: int
+) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64], npt.NDArray[np.int64]]:
     """Cut the tokens of ``slots`` [chunks, tokens] into runs of neighbours on both sides.
 
-    A run ends where a chunk or a block does. Tokens with a negative slot are left out.
+    A run ends where a chunk or a block does. Tokens with a negative slot are left out. Returns of
+    each run the first token, counted through all chunks, its slot, and how many tokens there are.
     """
     flat = slots.ravel()
     begins = (flat % block_size == 0) | (flat < 0)
@@ -145,4 +137,4 @@ def runs(slots: npt.NDArray[np.int64], block_size: int) -> Runs:
     first, counts = edges[:-1], edges[1:] - edges[:-1]
     wanted = flat[first] >= 0
     first, counts = first[wanted], counts[wanted]
-    return Runs(first, flat[first], counts)
+    return first, flat[first], counts

@@ -28,8 +28,7 @@ from vua.vllm.engine_identity import engine_identity
 from vua.vllm.support import (
     adapters_spill,
     check_engine,
-    check_groups,
-    check_latent,
+    has_load_interface,
     is_tested,
 )
 
@@ -136,10 +135,16 @@ def _groups_of(
     ]
     for table in tables:
         check_place(table)
-    if len(tables) > 1 or any(isinstance(one.spec, SlidingWindowSpec) for one in caches):
-        check_groups("a model with windows or several KV cache groups")
-    if any(isinstance(one.spec, MLAAttentionSpec) for one in caches):
-        check_latent(vllm_config, config)
+    windows = any(isinstance(one.spec, SlidingWindowSpec) for one in caches)
+    if (len(tables) > 1 or windows) and not has_load_interface():
+        raise refused("old_vllm", "a model with windows or several KV cache groups")
+    # MLA whose decode and prefill disagree, where a cached prefix would change the output: vLLM's
+    # reference backend on CPUs has that bug with or without a connector.
+    exact = vllm_config.scheduler_config.enable_chunked_prefill
+    if any(isinstance(one.spec, MLAAttentionSpec) for one in caches) and not (
+        exact or "inexact_continuation" in config.allow
+    ):
+        raise refused("latent")
     caches.sort(key=lambda one: (one.number, one.name))
     known = _divided(vllm_config, caches)
     text, parallel = vllm_config.model_config.hf_text_config, vllm_config.parallel_config

@@ -16,6 +16,7 @@ import dataclasses
 import inspect
 import json
 import multiprocessing
+import os
 import platform
 import threading
 from collections.abc import Iterator, Mapping, Sequence
@@ -31,8 +32,15 @@ from vua.connector.setup import devices, package_version, setting_form
 from vua.errors import ConfigError
 from vua.format.excluded import listed
 from vua.format.identity import config_digest, named_by, varies_with_length
-from vua.vllm.config_fields import ADAPTER_CLASSES, EXCLUDED, HOLDERS, MEDIA_CLASSES, NEUTRAL
-from vua.vllm.environment import environment_of_pages, environment_that_counts
+from vua.vllm.config_fields import (
+    ADAPTER_CLASSES,
+    EXCLUDED,
+    EXCLUDED_VARIABLES,
+    HOLDERS,
+    MEDIA_CLASSES,
+    NEUTRAL,
+    NEUTRAL_VARIABLES,
+)
 from vua.vllm.setup import PACKAGES, plain
 from vua.vllm.support import DRAFTS
 from vua.weights import Weights, checkpoint_files, identify_weights, process_began_s
@@ -223,6 +231,54 @@ def _is_neutral(value: object, neutral: Sequence[object]) -> bool:
         return True
     text = json.dumps(value, sort_keys=True)
     return any(text == json.dumps(each, sort_keys=True) for each in neutral)
+
+
+def environment_of_pages() -> dict[str, str]:
+    """Return the variables that may change the form of an engine's pages."""
+    names = {*EXCLUDED_VARIABLES["kernel"], "VLLM_KV_CACHE_LAYOUT", "VLLM_SSM_CONV_STATE_LAYOUT"}
+    return {name: os.environ[name] for name in sorted(names) if name in os.environ}
+
+
+def environment_that_counts(vllm_config: Any) -> dict[str, object]:
+    """Return what this process's environment adds to the config that the identity digests.
+
+    Nothing for ordinary engines: every variable that is set and not excluded counts with its text,
+    those of new releases, too, unless the text is neutral. A batch-invariant engine shares only
+    with those that round alike.
+    """
+    from vllm import envs
+
+    found: dict[str, object] = {}
+    excluded = listed(EXCLUDED_VARIABLES)
+    counting = {
+        name: os.environ[name]
+        for name in sorted(envs.environment_variables)
+        if name in os.environ
+        and name not in excluded
+        and os.environ[name].strip() not in NEUTRAL_VARIABLES.get(name, ())
+    }
+    if counting:
+        found["vua.vllm_environment"] = counting
+    if "VLLM_BATCH_INVARIANT" in counting:
+        found["vua.batch_invariant"] = _rounding(vllm_config)
+    return found
+
+
+def _rounding(vllm_config: Any) -> list[object]:
+    """Return what determines the rounding of numbers, for engines that promise equal bits."""
+    import vllm
+    from vllm.platforms import current_platform
+
+    attention = vllm_config.attention_config
+    device = current_platform.get_device_name()
+    if current_platform.is_cpu():
+        device = f"{device} {torch.backends.cpu.get_cpu_capability()}"
+    return [
+        *(device, vllm.__version__, torch.__version__),
+        *(str(getattr(attention, name, None)) for name in ("backend", "backend_per_kind")),
+        str(getattr(attention, "flash_attn_version", None)),
+        vllm_config.parallel_config.tensor_parallel_size,
+    ]
 
 
 _TOWERS: Final = ("audio_config", "vision_config")

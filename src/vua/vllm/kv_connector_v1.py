@@ -62,7 +62,7 @@ from vua.connector.worker import WorkerSide
 from vua.errors import ConfigError, VUAError
 from vua.io import forks
 from vua.security.keyring import check_keys
-from vua.store.place import locate, prepare
+from vua.store.place import locate
 from vua.vllm import BESIDE_OFFLOADING, page_layout
 from vua.vllm.cache_spec import describe, layer_number
 from vua.vllm.engine_identity import find_weights
@@ -293,16 +293,6 @@ class VUAStorageConnector_V1(KVConnectorBase_V1, SupportsHMA):  # noqa: N801
         level = logging.WARNING if known else logging.ERROR
         log.log(level, "VUA: %s: %s", what, " ".join("".join(text).split()))
         log.debug("VUA: %s", what, exc_info=problem)
-
-    @classmethod
-    def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
-        """Return False.
-
-        GPU engines call this before they load a model: a bad directory raises here.
-        """
-        config = ConnectorConfig.from_extra_config(extra_config)
-        prepare(config.shared_storage_path, config.security, writes=False)
-        return False
 
     def after_fork(self) -> None:
         """Do nothing in a copy of this process, whose threads are missing; see `vua.io.forks`."""

@@ -381,19 +381,3 @@ def check_drafts(vllm_config: Any) -> None:
     speculative = vllm_config.speculative_config
     if speculative is not None and speculative.method not in (*DRAFTS, *WITHOUT_LAYERS):
         raise refused("draft_method", f"speculative decoding by {speculative.method!r}")
-
-
-def check_latent(vllm_config: Any, config: ConnectorConfig) -> None:
-    """Refuse MLA whose decode and prefill disagree: a cached prefix would change the output.
-
-    vLLM's reference backend on CPUs has that bug with or without a connector.
-    """
-    chunked = vllm_config.scheduler_config.enable_chunked_prefill
-    if not ("inexact_continuation" in config.allow or chunked):
-        raise refused("latent")
-
-
-def check_groups(kind: str) -> None:
-    """Refuse layers that need more of the load interface than this vLLM has."""
-    if not has_load_interface():
-        raise refused("old_vllm", kind)

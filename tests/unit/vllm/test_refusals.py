@@ -213,9 +213,7 @@ class RefusalsTest(unittest.TestCase):
             self.assertEqual("", self.why_not(lambda: check_engine(self.made)))
 
     def row_old_vllm(self) -> None:
-        from vua.vllm import support
-
-        older = mock.patch.object(support, "has_load_interface", return_value=False)
+        older = mock.patch("vua.vllm.cache_spec.has_load_interface", return_value=False)
         self.row("old_vllm", lambda: self.described(self.window()), older)
 
     def row_mixed_blocks(self) -> None:

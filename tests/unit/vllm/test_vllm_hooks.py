@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import tempfile
 import unittest
 from collections.abc import Callable
 from importlib.util import find_spec
@@ -20,7 +19,6 @@ if find_spec("vllm"):
     from vllm.v1.outputs import KVConnectorOutput
 
     from vua.connector.metadata import ConnectorMetadata
-    from vua.vllm.kv_connector_v1 import VUAStorageConnector_V1
 
 CHUNK = 16
 
@@ -49,18 +47,6 @@ class HooksTest(unittest.TestCase):
         made.bind_connector_metadata(ConnectorMetadata(loads=[], saves=[]))
         made.scheduler = made.worker = made.events = Broken()
         return made
-
-    def test_directory_before_the_model(self) -> None:
-        """What vLLM asks on GPUs before it loads a model refuses a bad directory."""
-        ask = VUAStorageConnector_V1.requires_piecewise_for_cudagraph
-        with (
-            tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as name,
-            tempfile.NamedTemporaryFile() as file,
-        ):
-            self.assertFalse(ask({"shared_storage_path": f"{name}/kv"}))
-            for path, words in ((file.name, "found a file"), (f"{name}/mnt/kv", "missing too")):
-                with self.assertRaisesRegex(ConfigError, words):
-                    ask({"shared_storage_path": path})
 
     def test_what_vllm_does_not_start(self) -> None:
         """Nobody is promised service of an encoder-decoder model, which vLLM then refuses."""
