@@ -73,7 +73,6 @@ class StagingPool:
         self._lock = threading.Lock()
 
     def take(self) -> StagingBuffer | None:
-        """Return a buffer, or None when all are lent."""
         with self._lock:
             if not self._free:
                 return None
@@ -85,10 +84,8 @@ class StagingPool:
 
     @property
     def left(self) -> int:
-        """Buffers that could be lent now."""
         return len(self._free)
 
     def give_back(self, buffer: StagingBuffer) -> None:
-        """Return a buffer that :meth:`take` lent."""
         with self._lock:
             heapq.heappush(self._free, buffer.number)

@@ -84,7 +84,6 @@ class PageForm:
 
     @property
     def block_size(self) -> int:
-        """Token slots in one page."""
         return self.k_index.shape[0]
 
 

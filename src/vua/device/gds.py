@@ -93,7 +93,6 @@ class Gds:
     mover: Mover | None
     """Reads files; None before it is proved, and if it does not work."""
     why: str
-    """Why there is none."""
 
     def _prove(self, make: Callable[[], Mover]) -> None:
         try:
@@ -123,7 +122,6 @@ class Gds:
             log.warning("VUA: %s is not used any more: %s", was.name, why)
 
     def close(self) -> None:
-        """End the threads; a second call does nothing."""
         with self._lock:
             self._open, self.mover = False, None
         self.readers.close()

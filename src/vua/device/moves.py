@@ -35,7 +35,6 @@ class Job:
 
     @property
     def word(self) -> torch.dtype:
-        """The integer type that is moved."""
         return self.chunks[0].dtype
 
 

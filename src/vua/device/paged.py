@@ -57,11 +57,9 @@ class Rows:
     offset: int
     """From the tensor's first element to the row of head 0 in slot 0 of block 0."""
     block: int
-    """From one block to the next."""
     slot: int
     head: int
     dim: int
-    """Elements of a row."""
     step: int = 1
     """From one element of a row to the next, where a CPU backend packs pages; 0: it varies."""
 
@@ -136,12 +134,10 @@ class PagedLayout:
 
     @property
     def slots(self) -> int:
-        """Slots of all blocks."""
         return self.blocks * self.block_size
 
     @property
     def dims(self) -> tuple[int, ...]:
-        """Elements of a row of each array."""
         return tuple(rows.dim for rows in self.arrays)
 
     def view(self, tensor: Tensor, array: int) -> Tensor:

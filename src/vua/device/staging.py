@@ -50,11 +50,9 @@ class Fence:
     __slots__ = ("event",)
 
     def __init__(self, event: torch.cuda.Event | None = None) -> None:
-        """Stand for a recorded event, or for the present."""
         self.event = event
 
     def passed(self) -> bool:
-        """Whether the device has come this far."""
         return self.event is None or bool(self.event.query())
 
     def wait(self) -> None:
@@ -91,7 +89,6 @@ class DeviceBuffer:
 
     @property
     def number(self) -> int:
-        """The buffer's number in its pool."""
         return self.host.number
 
     @property
@@ -105,7 +102,6 @@ class DeviceBuffer:
 
     @property
     def arrays(self) -> list[Tensor]:
-        """The host's, see :class:`StagingBuffer`."""
         return self.host.arrays
 
 
@@ -213,7 +209,6 @@ class Staging:
 
     @property
     def left(self) -> int:
-        """Buffers that could be lent now."""
         return self._pool.left
 
     def give_back(self, staged: DeviceBuffer) -> None:

@@ -78,7 +78,6 @@ class _ModelFiles(NamedTuple):
 
     @classmethod
     def at(cls, name: str) -> _ModelFiles:
-        """Find them. Raises UncachedError, ConfigError, OSError."""
         folder = local_directory(name.partition(_DECORATION)[0], None, None)
         weights = tuple(checkpoint_files(folder))
         found = sorted(path for pattern in _BESIDE for path in folder.glob(pattern))
@@ -123,7 +122,6 @@ class Models:
         self._refused: set[str] = set()
 
     def close(self) -> None:
-        """Stop searches, without waiting."""
         for *_, search in self._known.values():
             search.close()
 
@@ -304,7 +302,6 @@ class VUAL2Adapter(L2AdapterInterface):
         return self._start(_STORE, keys, objects, forms)
 
     def pop_completed_store_tasks(self) -> dict[int, Any]:
-        """Return the finished tasks; one fails unless all of its objects are stored."""
         with self._lock:
             done, self._done[_STORE] = self._done[_STORE], {}
         return done

@@ -108,7 +108,6 @@ class _Cache(NamedTuple):
     name: str
     spec: Any
     number: int
-    """Of the layer."""
 
 
 def layer_number(name: str) -> int:

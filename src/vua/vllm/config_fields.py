@@ -30,6 +30,5 @@ begin with it."""
 HOLDERS: Final[Mapping[str, Sequence[str]]] = _TABLES["holders"]
 """Class, fields that hold another class's fields, or None and then add nothing."""
 EXCLUDED_VARIABLES: Final[Mapping[str, Sequence[str]]] = _TABLES["variables"]
-"""Word for the reason, variables of vLLM's environment."""
 NEUTRAL_VARIABLES: Final[Mapping[str, Sequence[str]]] = _TABLES["neutral_variables"]
 """Name, texts with which a variable adds nothing. Unset, each adds nothing."""

@@ -45,7 +45,6 @@ class _Blocks(torch.Tensor):
 
 
 def _copy(src: torch.Tensor, dst: torch.Tensor, sizes: torch.Tensor, **_: Any) -> None:
-    """Copy so many bytes from address to address."""
     for one, other, nbytes in zip(src.tolist(), dst.tolist(), sizes.tolist(), strict=True):
         ctypes.memmove(other, one, nbytes)
 
@@ -61,8 +60,6 @@ def lend() -> None:
     moves: Any = gpu_worker.SingleDirectionOffloadingHandler
 
     class OnCPU(moves):
-        """vLLM's own, for blocks in this memory."""
-
         def __init__(self, gpu_tensors: list[torch.Tensor], **given: Any) -> None:
             blocks = [one.as_subclass(_Blocks) for one in gpu_tensors]
             super().__init__(gpu_tensors=blocks, **given)

@@ -86,7 +86,6 @@ def _load_format(load: Any) -> str:
 
 
 def _engine_files(model_config: Any, load: Any) -> list[Path]:
-    """Return the files that the engine loads. Raises UncachedError, ConfigError, OSError."""
     from vllm.model_executor.model_loader import get_model_loader
     from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
 
@@ -105,7 +104,6 @@ def _engine_files(model_config: Any, load: Any) -> list[Path]:
 
 
 def _root(model_config: Any, load: Any) -> Path:
-    """Return the directory of the model's files. Raises ConfigError."""
     from vllm import envs
 
     model = model_config.model
@@ -124,7 +122,6 @@ def _root(model_config: Any, load: Any) -> Path:
 
 
 def _chosen_by(loader: Any, model_config: Any, root: Path) -> list[Path]:
-    """Return the files that vLLM's default loader chooses in a directory. Raises ConfigError."""
     from vllm.model_executor.model_loader.utils import get_model_architecture
 
     try:

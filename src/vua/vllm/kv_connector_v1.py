@@ -223,7 +223,6 @@ class VUAStorageConnector_V1(KVConnectorBase_V1, SupportsHMA):  # noqa: N801
     events: BlockEvents | None = None
     """In the scheduler's process, if vLLM publishes KV cache events."""
     _copied = False
-    """Whether this process is a forked copy of an engine's."""
 
     def __init__(
         self,
@@ -262,7 +261,6 @@ class VUAStorageConnector_V1(KVConnectorBase_V1, SupportsHMA):  # noqa: N801
         """Loads that this worker could not begin, with their blocks: the engine waits for them."""
         self._model: Any = None
         self._idle = False
-        """Whether the current step computes nothing."""
         self._handled = id(None)
         """The id of the exception that the caller of the engine handles when a step begins."""
         try:

@@ -91,7 +91,6 @@ class VUAOffloadingConnector(OffloadingConnector):
             lend()
         self._warn_once = WarnOnce(log)
         self._terms: dict[str, tuple[Any, Terms]] = {}
-        """Keys of the requests that have not ended."""
         self._decided: set[str] = set()
         self._unsure_until_s = 0.0
         """Until when requests wait for what the workers say of the weights; 0: that is known."""
@@ -166,7 +165,6 @@ class VUAOffloadingConnector(OffloadingConnector):
     # -- scheduler's process ------------------------------------------------------------------
 
     def on_new_request(self, request: Any) -> None:
-        """Begin with a request; what its rows depend on is decided before its first lookup."""
         super().on_new_request(request)
         salt = (request.cache_salt or "").encode()
         terms = Terms(out=True, salt=salt, epoch=self._engine.epoch)
@@ -176,7 +174,6 @@ class VUAOffloadingConnector(OffloadingConnector):
     def get_num_new_matched_tokens(
         self, request: Any, num_computed_tokens: int
     ) -> tuple[int | None, bool]:
-        """As vLLM's, once the content of the request's adapter and images is known."""
         if not self._is_causal:  # vLLM would load what its own memory has
             return 0, False
         if self._unsure_until_s:
@@ -206,7 +203,6 @@ class VUAOffloadingConnector(OffloadingConnector):
             self._warn_once(type(problem).__name__, f"an error in VUA: {problem!r}")
 
     def _parts(self, request: Any) -> int:
-        """Return the token where a prompt parts from those whose K and V are stored."""
         status = self.scheduler._req_status[request.request_id]  # noqa: SLF001
         there, ends = (LookupResult.HIT, LookupResult.HIT_PENDING), []
         lookup = partial(self.scheduler.manager.lookup, req_context=status.req_context)
@@ -251,7 +247,6 @@ class VUAOffloadingConnector(OffloadingConnector):
         return super().request_finished_all_groups(request, block_ids)
 
     def build_connector_meta(self, scheduler_output: Any) -> Any:
-        """As vLLM's, with the adapters that the workers are asked about."""
         meta: Any = super().build_connector_meta(scheduler_output)
         self._steps += bool(scheduler_output.num_scheduled_tokens)
         for request_id, tokens in scheduler_output.num_scheduled_tokens.items():
@@ -294,7 +289,6 @@ class VUAOffloadingConnector(OffloadingConnector):
             self._engine.left = "vLLM's memory on the host could not be emptied"
 
     def reset_cache(self) -> bool | None:
-        """As vLLM's, which empties its own cache, too."""
         self._steps, self._is_stale = 0, False
         return super().reset_cache()
 
@@ -314,7 +308,6 @@ class VUAOffloadingConnector(OffloadingConnector):
         return None
 
     def build_connector_worker_meta(self) -> Any:
-        """As vLLM's, with what has changed in this worker's memory."""
         meta = super().build_connector_worker_meta()
         if self._memory is None:
             return meta

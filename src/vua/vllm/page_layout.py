@@ -47,7 +47,6 @@ def host_pages(group: Group, caches: Sequence[Tensor], block_size: int) -> Paged
 def device_pages(
     group: Group, shard: Shard, caches: Sequence[Tensor], block_size: int
 ) -> PagedCache:
-    """Return the same in GPU memory. Raises LayoutError."""
     layout, shape = group.layout, tuple(caches[0].shape)
     axes = axes_of(shape, heads=shard.heads, block_size=block_size, dims=layout.dims)
     return PagedCache.of(caches, axes, k_dim=layout.k_dim if "C" in axes else None)

@@ -25,7 +25,6 @@ class Engine:
     counted: Mapping[str, object]
     """What the pages depend on beside weights and tokens."""
     name: str
-    """The model's, for people."""
     find_weights: Callable[[threading.Event], Weights]
     loads: bool = True
     saves: bool = True
@@ -79,13 +78,11 @@ class Request:
     """What one tier knows of a request."""
 
     context: Any
-    """vLLM's ``ReqContext``."""
     options: RequestOptions = field(default_factory=RequestOptions)
     found: dict[OffloadKey, bool | None] = field(default_factory=dict)
     """Answers of lookups; None: there was none, or a load failed, so it counts as missing."""
     asked: set[OffloadKey] = field(default_factory=set)
     pending: list[OffloadKey] = field(default_factory=list)
-    """Jobs that this step has asked for."""
     late_s: float = 0.0
     """When it stops waiting for answers."""
     lock: threading.Lock = field(default_factory=threading.Lock)
@@ -110,7 +107,6 @@ class Names:
     """
 
     def __init__(self, spec: Any, engine: Engine, chunk_tokens: int) -> None:
-        """``spec``: vLLM's ``OffloadingSpec``; ``chunk_tokens``: of the layout."""
         self._chunk_tokens, self._engine = chunk_tokens, engine
         self._tokens = {
             one.group_id.to_bytes(4, "big"): one.tokens_per_block * spec.blocks_per_chunk
@@ -149,7 +145,6 @@ class Names:
         return found
 
     def _whole(self, group: bytes) -> bytes | None:
-        """Return the group that a group's parents are in."""
         whole = [one for one in self._tokens if int.from_bytes(one, "big") in self._engine.whole]
         return group if group in whole else next(iter(whole), None)
 

@@ -145,7 +145,6 @@ def _parsed(text: str | None) -> dict[str, Any]:
 
 
 def _find_vllm() -> None:
-    """Raise ConfigError if vLLM is not installed; imports nothing."""
     if importlib.util.find_spec("vllm") is None:
         raise ConfigError(_NO_VLLM.format(sys.executable))
 

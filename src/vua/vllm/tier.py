@@ -105,7 +105,6 @@ class _Move:
         self.done: list[OffloadKey] = []
 
     def result(self, row_nbytes: int) -> JobResult:
-        """Return it in vLLM's form, with the rows that were moved."""
         done, took_s = self.done, time.monotonic() - self.began_s
         came = tuple(done) if self.job.is_promotion else None
         well, nbytes = len(done) == len(self.keys), len(done) * row_nbytes
@@ -276,7 +275,6 @@ class VUATier(SecondaryTierManager):
         return LookupResult.RETRY if now_s < request.late_s else LookupResult.MISS
 
     def on_schedule_end(self, context: Any) -> None:
-        """Ask the storage for what this step has looked up."""
         self._give_up()
         asking, self._asking = self._asking, []
         for request in asking:
@@ -333,7 +331,6 @@ class VUATier(SecondaryTierManager):
         self._begin(self._loads, self._read, job_metadata)
 
     def submit_store(self, job_metadata: TransferJob) -> None:
-        """Write rows, in order: those before a row are there when it is."""
         self._begin(self._saves, self._write, job_metadata)
 
     def _begin(
@@ -483,14 +480,12 @@ class VUATier(SecondaryTierManager):
         return replace(first, segment_offset=(offsets,), cached=True)
 
     def _copy(self, rows: Sequence[int], *, out: bool) -> None:
-        """Copy between this thread's memory and rows of vLLM's: ``out`` of the first."""
         here, nbytes = self._buffer.rows.bytes.ctypes.data, self._row_nbytes
         for at, row in enumerate(rows):
             own, other = here + at * nbytes, self._address + row * nbytes
             ctypes.memmove(*((other, own) if out else (own, other)), nbytes)
 
     def get_finished_jobs(self) -> Iterable[JobResult]:
-        """Return what has ended, or was given up, since the last call."""
         self._give_up()
         results = []
         while self._finished:
@@ -511,7 +506,6 @@ class VUATier(SecondaryTierManager):
         return results
 
     def take_events(self) -> Iterable[OffloadingEvent]:
-        """Return what was stored since the last call."""
         taken, self.events = self.events or (), None if self.events is None else []
         return taken
 
@@ -630,7 +624,6 @@ def _difference(
 
 
 def _layout(spec: Any, row_nbytes: int) -> KVLayout:
-    """Return a layout whose chunks are rows: by tokens, where these divide its bytes."""
     tokens = spec.config.groups[0].tokens_per_block * spec.blocks_per_chunk
     tokens = tokens if row_nbytes % tokens == 0 else 1
     size = row_nbytes // tokens
@@ -638,7 +631,6 @@ def _layout(spec: Any, row_nbytes: int) -> KVLayout:
 
 
 def _model(engine: Engine, layout: KVLayout, epoch: str) -> Model:
-    """Describe an engine's rows, except for the weights. Raises ConfigError."""
     row_nbytes, tokens = layout.k_dim * layout.chunk_tokens, layout.chunk_tokens
     own = {"vua_stored_by": "vllm offloading", "vua.row_nbytes": row_nbytes}
     identity = Identity.of_config(
