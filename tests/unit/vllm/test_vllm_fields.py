@@ -247,7 +247,3 @@ class SettingsTest(unittest.TestCase):
 
         with self.assertRaisesRegex(UncachedError, "VllmConfig.new"):
             self.counted(("VllmConfig", "new", object()))
-
-
-if __name__ == "__main__":
-    unittest.main()

@@ -115,7 +115,3 @@ class HooksTest(unittest.TestCase):
         for name, (hook, _) in self.hooks(self.connector(strict=True)).items():
             with self.subTest(name), self.assertRaises(RuntimeError):
                 hook()
-
-
-if __name__ == "__main__":
-    unittest.main()

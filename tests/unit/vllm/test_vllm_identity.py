@@ -20,6 +20,7 @@ from unittest import mock
 
 import pytest
 import torch
+from engine_configs import engine_config
 
 from e2e.engine import ENVIRONMENT
 from helpers import flip
@@ -49,18 +50,11 @@ class EngineFieldsTest(unittest.TestCase):
         self, *, model: Path | None = None, vua: dict[str, Any] | None = None, **engine: Any
     ) -> str:
         """The namespace of an engine with these arguments."""
-        made = self.configure(model=str(model or self.model), **engine)
+        made = self.configure(model=model or self.model, **engine)
         return self.described(made, **(vua or {})).identity.namespace
 
-    def configure(self, *, hub_name: str = "", **engine: Any) -> Any:
-        """What vLLM makes of these arguments; ``hub_name``: the model, as vLLM has it online."""
-        from vllm.engine.arg_utils import EngineArgs
-
-        arguments = EngineArgs(
-            **{"dtype": "float32", "max_model_len": 2048, "skip_tokenizer_init": True} | engine
-        )
-        arguments.model = hub_name or arguments.model
-        return arguments.create_engine_config()
+    def configure(self, **engine: Any) -> Any:
+        return engine_config(**{"model": self.model} | engine)
 
     def described(self, made: Any, **vua: Any) -> Any:
         """How the connector describes an engine of this configuration."""
@@ -353,7 +347,3 @@ class EngineFieldsTest(unittest.TestCase):
 
 def void(_: object) -> None:
     """Nothing."""
-
-
-if __name__ == "__main__":
-    unittest.main()

@@ -261,7 +261,3 @@ class AdaptersTest(unittest.TestCase):
         self.assertEqual({}, adapters.news([]))
         with self.assertRaises(UncachedError):
             Adapters(SimpleNamespace(lora_manager=object()))
-
-
-if __name__ == "__main__":
-    unittest.main()

@@ -11,6 +11,7 @@ from unittest import mock
 
 import pytest
 import torch
+from engine_configs import engine_config, on
 
 from e2e.engine import ENVIRONMENT
 from e2e.harness import llama
@@ -19,35 +20,16 @@ from vua.connector.config import ConnectorConfig
 pytestmark = pytest.mark.vllm
 
 
-def with_platform(*, gpu: bool) -> Any:
-    """What vLLM says of its device."""
-    platform = SimpleNamespace(
-        is_cpu=lambda: not gpu,
-        is_cuda=lambda: gpu,
-        is_rocm=lambda: False,
-        device_type="cuda" if gpu else "cpu",
-        get_device_name=lambda: "simulated",
-    )
-    return mock.patch("vllm.platforms.current_platform", platform)
-
-
-def engine_config(**more: Any) -> Any:
-    """Return vLLM's configuration of an engine."""
-    from vllm.engine.arg_utils import EngineArgs
-
-    given = {"dtype": "bfloat16", "max_model_len": 2048, "skip_tokenizer_init": True} | more
-    return EngineArgs(model=str(llama()), **given).create_engine_config()
-
-
 @unittest.skipUnless(find_spec("vllm"), "vLLM is not installed")
 class ClassesTest(unittest.TestCase):
     """Each with its own class of configuration, as vLLM resolves it, with caches of small sizes."""
 
     def setUp(self) -> None:
-        """Let vLLM read no environment but ours; models with several groups need vLLM 0.30."""
-        super().setUp()
+        """Models with several groups need vLLM 0.30."""
+        from vua.vllm.support import has_load_interface
+
         self.enterContext(mock.patch.dict(os.environ, ENVIRONMENT))
-        if not windows_are_cached():
+        if not has_load_interface():
             self.skipTest("models with several groups are cached with vLLM 0.30 and newer")
 
     def groups(
@@ -59,7 +41,7 @@ class ClassesTest(unittest.TestCase):
         from vua.vllm.cache_spec import describe
         from vua.vllm.setup import setup_of
 
-        made = engine_config(**config)
+        made = engine_config(llama(), **{"dtype": "bfloat16"} | config)
         if like != "llama":
             made.model_config.hf_config = CONFIG_MAPPING[like]()
             made.model_config.hf_text_config = made.model_config.hf_config.get_text_config()
@@ -72,7 +54,7 @@ class ClassesTest(unittest.TestCase):
             named.append(SimpleNamespace(layer_names=[*specs], kv_cache_spec=spec))
         caches = SimpleNamespace(kv_cache_groups=named, num_blocks=40)
         settings = ConnectorConfig(shared_storage_path="/kv", chunk_tokens=256)
-        with with_platform(gpu=gpu):
+        with on("cuda" if gpu else "cpu"):
             self.model = describe(made, caches, settings)
         return [group.layout.group for group in self.model.groups]
 
@@ -155,14 +137,3 @@ class ClassesTest(unittest.TestCase):
         self.left_to_the_tier("a CircularBufferSpec", tables[2], **given)
         self.left_to_the_tier("a SlidingWindowMLASpec", *tables[1:2], **given)
         self.left_to_the_tier("a MLAAttentionSpec", latents, **given)
-
-
-def windows_are_cached() -> bool:
-    """Whether this vLLM has what several groups need."""
-    from vua.vllm.support import has_load_interface
-
-    return has_load_interface()
-
-
-if __name__ == "__main__":
-    unittest.main()

@@ -87,7 +87,3 @@ class StatsTest(unittest.TestCase):
         self.assertEqual(0, sample("vua_load_seconds_bucket", engine="1", le="0.25"))
         self.assertEqual(2, sample("vua_load_seconds_bucket", engine="1", le="0.5"))
         self.assertEqual(0, sample("vua_load_seconds_count", engine="0"))
-
-
-if __name__ == "__main__":
-    unittest.main()

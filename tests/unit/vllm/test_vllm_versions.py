@@ -50,7 +50,3 @@ class VersionsTest(unittest.TestCase):
                 announce(None)
                 said = [line for line in logged.output if "never run with" in line]
                 self.assertEqual(version == "0.34.0", bool(said))
-
-
-if __name__ == "__main__":
-    unittest.main()

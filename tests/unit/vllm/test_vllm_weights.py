@@ -4,21 +4,17 @@ from __future__ import annotations
 
 import copy
 import json
-import os
 import shutil
-import tempfile
 import threading
 import unittest
-from functools import cache
 from importlib.util import find_spec
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
 import pytest
+from engine_configs import ConfigTest
 
-from small_models import make_model
 from vua.weights import Weights
 
 pytestmark = pytest.mark.vllm
@@ -26,37 +22,20 @@ pytestmark = pytest.mark.vllm
 NO_FILES = Weights("f" * 64, (), 2_000_000, 1_000_000, 0.5, 0.0)
 
 
-@cache
-def engine_config() -> Any:
-    """What vLLM makes of a tiny Llama, once: it takes seconds."""
-    from vllm.engine.arg_utils import EngineArgs
-
-    with (
-        tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder,
-        mock.patch.dict(os.environ, HF_HUB_OFFLINE="1"),
-    ):
-        model = make_model(Path(folder, "model"), layers=2)
-        return EngineArgs(model=str(model), skip_tokenizer_init=True).create_engine_config()
-
-
 @unittest.skipUnless(find_spec("vllm"), "vLLM is not installed")
-class FilesTest(unittest.TestCase):
-    """Which files count."""
-
+class FilesTest(ConfigTest):
     def setUp(self) -> None:
         """Make a model of two files with an index."""
-        self.root = Path(self.enterContext(tempfile.TemporaryDirectory(ignore_cleanup_errors=True)))
-        environment = {"HF_HUB_OFFLINE": "1", "XDG_CACHE_HOME": str(self.root / "cache")}
-        self.enterContext(mock.patch.dict(os.environ, environment))
-        self.model = make_model(self.root / "model", layers=2)
+        self.model = self.root / self._testMethodName / "model"
+        shutil.copytree(self.root / "model", self.model)
         self.whole = self.model / "model.safetensors"
 
     def find(self, load_format: str = "auto", **fields: Any) -> Weights:
         """What the connector finds for an engine with this load format."""
         from vua.vllm.engine_identity import find_weights
 
-        made = engine_config()
-        model_config, load_config = copy.copy(made.model_config), copy.copy(made.load_config)
+        model_config = copy.copy(self.made.model_config)
+        load_config = copy.copy(self.made.load_config)
         for name, value in {"model": str(self.model), **fields}.items():
             setattr(model_config, name, value)
         load_config.load_format = load_format
@@ -146,7 +125,3 @@ class FilesTest(unittest.TestCase):
             with mock.patch("vua.vllm.engine_identity.process_began_s", return_value=2**33):
                 expected = self.find()
         self.assertEqual(expected.fingerprint, self.find().fingerprint)
-
-
-if __name__ == "__main__":
-    unittest.main()
