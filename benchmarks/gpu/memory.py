@@ -45,7 +45,7 @@ def gather_scatter(bench: Bench) -> None:
         chunks, other = ([bench.random(*head, dim) for dim in dims] for _ in range(2))
         job = plan(paged, slots, *chunks, *([] if len(dims) == 2 else [None]))
         theirs = replace(job, chunks=tuple(c.view(job.word) for c in other))
-        move = choose(bench.device).move
+        move = choose(bench.device)
         flat = torch.cat([c.flatten() for c in chunks])
         copy = torch.empty_like(flat)
         arms: Arms = {
@@ -86,9 +86,9 @@ def one_chunk(bench: Bench) -> None:
                 else (lambda: staging.save([staged], [slots]).wait())
             ),
         }
-        if choose(bench.device).name == "triton":
+        if "kernels" in choose(bench.device).__module__:
             job = mapped_job(paged, slots, host, layout, bench.device)
-            arms["kernel on mapped memory"] = lambda j=job, s=store: choose(bench.device).move(
+            arms["kernel on mapped memory"] = lambda j=job, s=store: choose(bench.device)(
                 j, store=s
             )
         found = {"pinned memcpy's rate": rate * nbytes / large.nbytes, **bench.time(arms)}
@@ -205,7 +205,7 @@ def layer_by_layer(bench: Bench) -> None:
     paged = bench.cache(layout, 256)
     host = bench.host(layout.full.payload_nbytes(layout))
     slots = slots_of(torch.randperm(256)[:128].tolist(), 16, 0, 2048).view(1, 2048)
-    move, side = choose(bench.device).move, torch.cuda.Stream(bench.device)
+    move, side = choose(bench.device), torch.cuda.Stream(bench.device)
     shape = (1, layout.kv_heads, layout.layers, 2048, layout.k_dim)
     arrays = [half.view(torch.bfloat16).view(shape) for half in host.chunk(2)]
     jobs = []

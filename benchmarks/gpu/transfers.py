@@ -54,7 +54,7 @@ def main() -> None:
     device = torch.device(arguments.device)
     gpu = device.type == "cuda"
     name = torch.cuda.get_device_name(device) if gpu else "CPU, tiny sizes"
-    print(f"{name}; torch {torch.__version__}; rows moved by {choose(device)[::2]}")
+    print(f"{name}; torch {torch.__version__}; rows moved by {choose(device).__module__}")
     with tempfile.TemporaryDirectory(dir=arguments.dir) as directory:
         bench = Bench(device, Path(directory), arguments.rounds, gpu)
         for part in arguments.only:

@@ -297,7 +297,7 @@ class DeviceGroupTransfer(GroupTransfer):
     def _pages_of(
         self, caches: Sequence[torch.Tensor], block_size: int, layouts: PageLayouts
     ) -> Any:
-        return layouts.device_pages(self.group, self.shard, caches, block_size)
+        return layouts.device_pages(self.group, caches, block_size)
 
     def mark(self) -> Fence:
         return self.load_buffers.mark() if self._places else Fence()

@@ -104,9 +104,9 @@ class PageLayouts(Protocol):
         """
 
     def device_pages(
-        self, group: Group, shard: Shard, caches: Sequence[torch.Tensor], block_size: int
+        self, group: Group, caches: Sequence[torch.Tensor], block_size: int
     ) -> PagedCache:
-        """Return the same in GPU memory, of which this rank holds ``shard``."""
+        """Return the same in GPU memory."""
 
 
 class Rank(NamedTuple):

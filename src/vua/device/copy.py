@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from functools import cache
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -13,34 +13,21 @@ from vua.device.moves import Move, plan
 from vua.device.paged import PagedCache
 
 
-class MoveChoice(NamedTuple):
-    """How rows are moved on some device."""
-
-    name: str
-    """``triton``; ``host``: in C if that works, else as ``torch``; or ``torch``."""
-    move: Move
-    reason: str
-    """Why not ``triton``; empty if it is."""
-
-
 @cache
-def choose(device: torch.device) -> MoveChoice:
+def choose(device: torch.device) -> Move:
     """Return how rows are moved on a device: by Triton if that works, which one trial proves."""
     if device.type == "cpu":
         from vua.device import cpu_pages  # noqa: PLC0415 - the native library is not needed on a GPU
 
-        return MoveChoice("host", cpu_pages.move, "the cache is in CPU memory")
-    if device.type != "cuda":
-        return MoveChoice("torch", moves.move, f"the cache is on the device {device.type}")
-    try:
-        from vua.device import kernels  # noqa: PLC0415 - Triton is optional
+        return cpu_pages.move
+    if device.type == "cuda":
+        # Triton is optional; whatever it or its compiler raises, copies go on.
+        with suppress(Exception):
+            from vua.device import kernels  # noqa: PLC0415 - likewise
 
-        proved = proves(kernels.move, device)
-    except Exception as error:  # noqa: BLE001 - whatever Triton or its compiler raises, copies go on
-        return MoveChoice("torch", moves.move, f"Triton: {type(error).__name__}: {error}")
-    if not proved:
-        return MoveChoice("torch", moves.move, "Triton's kernel moves other bytes than PyTorch")
-    return MoveChoice("triton", kernels.move, "")
+            if proves(kernels.move, device):
+                return kernels.move
+    return moves.move
 
 
 def proves(move: Move, device: torch.device) -> bool:
@@ -86,7 +73,7 @@ def gather(
         LayoutError: The chunk arrays do not fit the cache; nothing was copied.
         InputError: The slots do not fit; nothing was copied.
     """
-    (move or choose(paged.device).move)(plan(paged, slots, k, v), store=False)
+    (move or choose(paged.device))(plan(paged, slots, k, v), store=False)
 
 
 def scatter(
@@ -101,7 +88,7 @@ def scatter(
 
     All other bytes of the cache keep their value, also those of the same blocks.
     """
-    (move or choose(paged.device).move)(plan(paged, slots, k, v), store=True)
+    (move or choose(paged.device))(plan(paged, slots, k, v), store=True)
 
 
 def synchronize(device: torch.device) -> None:

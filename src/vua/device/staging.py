@@ -379,7 +379,7 @@ class Staging:
         if store:
             self._planned[run] = jobs
         for job in jobs:
-            choose(self.device).move(job, store=store)
+            choose(self.device)(job, store=store)
 
     def _plan(self, run: _Run, rooms: Tensor) -> list[Job]:
         """Plan the moves of each part, between blocks and the mirror."""

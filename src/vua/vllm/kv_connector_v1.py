@@ -405,9 +405,7 @@ class VUAStorageConnector_V1(KVConnectorBase_V1, SupportsHMA):  # noqa: N801
         if side is not None and isinstance(notes, WorkerOutput):  # before the ends of these loads
             with self._guarded():
                 side.policy.measured(notes.load_s)
-            with self._guarded():
                 side.learn(notes)
-            with self._guarded():
                 side.judge(notes.verdicts)
             if notes.unable:
                 log.warning("VUA: %s: a worker loads and stores nothing", _UNCACHED)

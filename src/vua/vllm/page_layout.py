@@ -19,7 +19,6 @@ from vua.connector.cache_spec import Group, UncachedError
 from vua.device.cpu_pages import PagedKV, PageForm, fused_form, latent_form
 from vua.device.paged import WORDS, PagedCache
 from vua.errors import LayoutError
-from vua.format.layout import Shard
 
 _PROBED: Final = {torch.bfloat16: 0x0400, torch.float16: 0x0400, torch.float32: 0x0080_0000}
 """The first of the `_RADIX` bit patterns that probe a type: all of them finite and normal."""
@@ -44,12 +43,16 @@ def host_pages(group: Group, caches: Sequence[Tensor], block_size: int) -> Paged
     return PagedKV(caches, form, block_size)
 
 
-def device_pages(
-    group: Group, shard: Shard, caches: Sequence[Tensor], block_size: int
-) -> PagedCache:
-    layout, shape = group.layout, tuple(caches[0].shape)
-    axes = axes_of(shape, heads=shard.heads, block_size=block_size, dims=layout.dims)
-    return PagedCache.of(caches, axes, k_dim=layout.k_dim if "C" in axes else None)
+def device_pages(group: Group, caches: Sequence[Tensor], block_size: int) -> PagedCache:
+    layout = group.layout
+    axes = "BHNC" if layout.v_dim else "BND" if caches[0].dim() == 3 else "BHND"
+    pages = PagedCache.of(caches, axes, k_dim=layout.k_dim if "C" in axes else None)
+    if block_size % pages.layout.block_size:  # heads and rows are compared with the shard's later
+        raise LayoutError(
+            f"KV cache tensors of shape {tuple(caches[0].shape)} fit no blocks of {block_size} "
+            "tokens: their engine is served uncached"
+        )
+    return pages
 
 
 def own_caches(
@@ -149,34 +152,3 @@ def _proves(form: PageForm, write: _Writer, dtype: torch.dtype) -> bool:
     pairs = ((ours, theirs), (back[:, :, :, order], chunks))
     integer = WORDS[dtype.itemsize]
     return all(torch.equal(one.view(integer), other.view(integer)) for one, other in pairs)
-
-
-def axes_of(shape: tuple[int, ...], *, heads: int, block_size: int, dims: tuple[int, ...]) -> str:
-    """Return the axes of a layer's tensor, see `vua.device.paged.KNOWN_AXES`.
-
-    Args:
-        shape: the tensor's shape.
-        heads: KV heads that this worker holds.
-        block_size: tokens per block of vLLM's tables; kernels may use smaller pages that divide it.
-        dims: elements of a row of K and of V, or of the one latent.
-
-    Raises:
-        LayoutError: the tensor has another shape.
-    """
-    expected: tuple[int | None, ...]
-    if len(dims) > 1:
-        axes, expected = "BHNC", (None, heads, None, sum(dims))
-    elif len(shape) == len("BND"):
-        axes, expected = "BND", (None, None, *dims)
-    else:
-        axes, expected = "BHND", (None, 1, None, *dims)
-    fits = len(shape) == len(axes) and all(
-        size in (None, want) for size, want in zip(expected, shape, strict=True)
-    )
-    slots = shape[axes.index("N")] if fits else 0
-    if slots <= 0 or block_size % slots:
-        raise LayoutError(
-            f"a KV cache tensor of shape {shape} fits no known layout of {heads} heads, rows of "
-            f"{dims} and blocks of {block_size} tokens: its engine is served uncached"
-        )
-    return axes

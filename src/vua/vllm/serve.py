@@ -7,8 +7,8 @@ imported: a wrong one costs no time.
 
 from __future__ import annotations
 
+import argparse
 import atexit
-import difflib
 import importlib.util
 import json
 import os
@@ -78,8 +78,7 @@ def with_connector(arguments: Sequence[str]) -> list[str]:
     """
     if not arguments or arguments[0] != "serve":
         return list(arguments)
-    rest, path = _pop_option(arguments, _PATH_OPTION)
-    rest, text = _pop_option(rest, _OPTION)
+    rest, path, text = _split(arguments)
     if set(_HELP) & set(rest):
         return rest
     given = _parsed(text)
@@ -109,27 +108,20 @@ def _check_options(arguments: Sequence[str], transfer: dict[str, Any]) -> None:
             raise ConfigError(BESIDE_OFFLOADING)
         if given.startswith(f"{_OPTION}."):
             raise ConfigError(f"give {_OPTION} as one JSON object, not as {_OPTION}.KEY options")
-        near = difflib.get_close_matches(name, [_PATH_OPTION], cutoff=0.8)
-        if near or name.startswith("--vua"):
+        if name.startswith("--vua"):
             raise ConfigError(f"there is no option {given}; did you mean {_PATH_OPTION}?")
 
 
-def _pop_option(arguments: Sequence[str], option: str) -> tuple[list[str], str | None]:
-    """Remove ``option VALUE`` or ``option=VALUE`` from the arguments; vLLM accepts _ for -, too."""
-    rest: list[str] = []
-    value: str | None = None
-    waiting = False
-    for argument in arguments:
-        name, equals, inline = argument.partition("=")
-        if waiting:
-            value, waiting = argument, False
-        elif name.startswith("--") and name.replace("_", "-") == option:
-            value, waiting = inline, not equals
-        else:
-            rest.append(argument)
-    if waiting:
-        raise ConfigError(f"{option} needs a value")
-    return rest, value
+def _split(arguments: Sequence[str]) -> tuple[list[str], str | None, str | None]:
+    """Return the arguments without two options, and these; vLLM accepts _ for -, too."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
+    for name in (_PATH_OPTION, _OPTION):
+        parser.add_argument(name, f"--{name[2:].replace('-', '_')}", dest=name)
+    try:
+        found, rest = parser.parse_known_args(arguments)
+    except argparse.ArgumentError as problem:
+        raise ConfigError(str(problem)) from problem
+    return rest, vars(found)[_PATH_OPTION], vars(found)[_OPTION]
 
 
 def _parsed(text: str | None) -> dict[str, Any]:

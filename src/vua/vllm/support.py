@@ -215,7 +215,7 @@ def no_tier(vllm_config: Any) -> str:
         f"{nbytes >> 20} MiB of /dev/shm are too little for a tier: free more (docker: --ipc=host)"
     )
     places, few = hasattr(ReqContext, "get_offload_key_position"), nbytes < _LEAST_NBYTES
-    for holds, why in (
+    reasons = (
         (not places, "a tier needs vLLM 0.32 or newer"),
         (
             current_platform.is_cpu() and not is_tested(),
@@ -224,10 +224,8 @@ def no_tier(vllm_config: Any) -> str:
         (getattr(vllm_config.parallel_config, "nnodes", 1) > 1, "a tier has one node"),
         (stateful and not kept, "a tier for states needs --enable-prefix-caching"),
         (few and _offloading_size(vllm_config) is None, little),
-    ):
-        if holds:
-            return why
-    return ""
+    )
+    return next((why for holds, why in reasons if holds), "")
 
 
 def _offloading_size(vllm_config: Any) -> float | None:

@@ -90,7 +90,7 @@ class TestWithConnector(unittest.TestCase):
         two = {"kv_connector_extra_config": {"shared_storage_path": "/a"}}
         for arguments, words in (
             (["serve", "m"], "no directory"),
-            (["serve", "m", "--vua-path"], "needs a value"),
+            (["serve", "m", "--vua-path"], "expected one argument"),
             (["serve", "m", "--kv-transfer-config", "{"], "not JSON"),
             (["serve", "m", "--kv-transfer-config", "[]"], "JSON object"),
             (["serve", "m", "--kv-transfer-config.kv_role", "kv_both"], "one JSON object"),
