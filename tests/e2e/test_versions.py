@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import unittest
 from functools import cache
-from typing import Any
 
 import pytest
 
-from e2e.architectures import gemma3
 from e2e.damage import stored
 from e2e.harness import (
     OTHER_VLLM,
     PROMPT,
-    WINDOWS_ARE_CACHED,
     Batch,
     Driver,
     EngineTest,
@@ -59,18 +56,3 @@ class VersionsTest(EngineTest):
         (served,) = run(phase, by=driver)
         self.assertIsNone(served.problem)
         return served
-
-    @unittest.skipIf(WINDOWS_ARE_CACHED, "this vLLM tells which blocks of a window are there")
-    def test_windows_with_an_old_version(self) -> None:
-        """Models with windows are served uncached, and the log says what they need."""
-        engine: dict[str, Any] = {"model": str(gemma3())}
-        expected = self.baseline(BATCH, engine=engine)
-
-        served = self.serve(BATCH, engine=engine)
-
-        self.assertEqual([expected, [0], []], [served.tokens, served.cached, stored(self.root)])
-        self.assertIn(
-            "served without a stored KV cache: a model with windows or several KV cache groups",
-            served.log,
-        )
-        self.assertIn("install vLLM 0.30 or later", served.log)

@@ -13,7 +13,7 @@ import pytest
 import torch
 from forms import column_form, shuffled_form
 
-from helpers import has_native, native_code
+from helpers import has_native, native_code, noise
 from vua import native
 from vua.connector.cache_spec import UncachedError
 from vua.device.cpu_pages import PagedKV, PageForm, fused_form, latent_form
@@ -26,23 +26,14 @@ DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.uint8)
 HEADS, LAYERS, BLOCKS = 3, 5, 11
 
 
-def noise(generator: torch.Generator, *shape: int, dtype: torch.dtype) -> torch.Tensor:
-    """Every bit pattern there is, NaN with payload among them."""
-    limits = torch.iinfo(INTEGERS[dtype.itemsize])
-    integer = INTEGERS[dtype.itemsize]
-    bits = torch.randint(limits.min, limits.max + 1, shape, generator=generator, dtype=torch.int64)
-    return bits.to(integer).view(dtype)
-
-
-def bits(tensor: torch.Tensor) -> torch.Tensor:
+def words(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.contiguous().view(INTEGERS[tensor.element_size()])
 
 
 def caches(order: str, form: PageForm, dtype: torch.dtype, blocks: int = BLOCKS) -> torch.Tensor:
     """All layers `[L, B, H, N, C]` in one allocation whose memory has the given order."""
     sizes = {"L": LAYERS, "B": blocks, "H": HEADS, "N": form.block_size, "C": form.width}
-    generator = torch.Generator().manual_seed(SEED)
-    memory = noise(generator, *(sizes[axis] for axis in order), dtype=dtype)
+    memory = noise(*(sizes[axis] for axis in order), dtype=dtype, seed=SEED)
     return memory.permute([order.index(axis) for axis in "LBHNC"])
 
 
@@ -65,14 +56,14 @@ class Reference:
     def gather(self, ids: list[int], start: int, count: int, index: torch.Tensor) -> torch.Tensor:
         """The chunk that holds these tokens, as integers."""
         tokens = range(start, start + count)
-        rows = [[bits(c)[self._spot(ids, t, index)] for t in tokens] for c in self.layers]
+        rows = [[words(c)[self._spot(ids, t, index)] for t in tokens] for c in self.layers]
         return torch.stack([torch.stack(row, dim=1) for row in rows], dim=1)
 
     def scatter(self, ids: list[int], start: int, chunk: torch.Tensor, index: torch.Tensor) -> None:
         for number, layer in enumerate(self.layers):
             for at in range(chunk.shape[2]):
                 spot = self._spot(ids, start + at, index)
-                layer.view(INTEGERS[layer.element_size()])[spot] = bits(chunk)[:, number, at]
+                layer.view(INTEGERS[layer.element_size()])[spot] = words(chunk)[:, number, at]
 
 
 class PagedTestCase(unittest.TestCase):
@@ -93,7 +84,7 @@ class PagedTestCase(unittest.TestCase):
             yield
 
     def assert_same(self, expected: torch.Tensor, actual: torch.Tensor) -> None:
-        self.assertTrue(torch.equal(bits(expected), bits(actual)), "bytes differ")
+        self.assertTrue(torch.equal(words(expected), words(actual)), "bytes differ")
 
     def assert_moves(
         self,
@@ -111,8 +102,8 @@ class PagedTestCase(unittest.TestCase):
         ids = draw.sample(range(blocks), -(-(start + count) // block_size))
         pages, reference = PagedKV(layers, form, block_size), Reference(layers, form, block_size)
         shape = (layers[0].shape[1] if layers[0].dim() == 4 else 1, len(layers), count)
-        generator = torch.Generator().manual_seed(start * 1000 + count)
-        buffer = noise(generator, 4, *shape, form.k_index.shape[1], dtype=memory.dtype)
+        seed = start * 1000 + count
+        buffer = noise(4, *shape, form.k_index.shape[1], dtype=memory.dtype, seed=seed)
         k, v = buffer[1].clone(), buffer[2].clone() if form.v_index.shape[1] else None
         before = memory.clone()
         with self.native(wanted=bool(draw.getrandbits(1))):
@@ -152,15 +143,14 @@ class MoveTest(PagedTestCase):
     def test_chunks_that_follow_each_other(self) -> None:
         """Several chunks at once, the first from its middle on, the last not to its end."""
         form, size, dtype = column_form(16, 8), 24, torch.bfloat16
-        generator = torch.Generator().manual_seed(SEED)
-        chunks = noise(generator, 2, 3, HEADS, LAYERS, size, 8, dtype=dtype)
+        chunks = noise(2, 3, HEADS, LAYERS, size, 8, dtype=dtype, seed=SEED)
         for wanted, (skip, count) in product((True, False), ((0, 72), (5, 60), (23, 2), (4, 0))):
             with self.subTest(native=wanted, skip=skip, count=count), self.native(wanted=wanted):
                 memory = caches("LBHNC", form, dtype)
                 before, ids = memory.clone(), [7, 2, 9, 4, 0, 5]
                 PagedKV(list(memory), form, 16).scatter_chunks(ids, 13, count, skip, *chunks)
                 after = memory.clone()
-                self.assertNotEqual(count > 0, torch.equal(bits(before), bits(after)))
+                self.assertNotEqual(count > 0, torch.equal(words(before), words(after)))
                 memory.copy_(before)
                 reference = Reference(list(memory), form, 16)
                 for half, index in zip(chunks, (form.k_index, form.v_index), strict=True):
@@ -383,7 +373,6 @@ class VllmTest(PagedTestCase):
         """Gather reads what vLLM wrote; scatter leaves the very bytes that vLLM would have."""
         from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
 
-        generator = torch.Generator().manual_seed(SEED)
         sizes = ((16, 80), (32, 32), (32, 128), (48, 64), (64, 80), (128, 64))
         for dtype, (size, dim) in product(DTYPES[:3], sizes):
             for isa in self.variants(dtype, size, dim):
@@ -393,7 +382,7 @@ class VllmTest(PagedTestCase):
                     ours = theirs.clone()
                     tokens, start = size + size // 2, size // 3
                     ids = [3, 0, 4]
-                    rows = noise(generator, 2, LAYERS, tokens, HEADS, dim, dtype=dtype)
+                    rows = noise(2, LAYERS, tokens, HEADS, dim, dtype=dtype, seed=SEED)
                     slots = torch.arange(start, start + tokens)
                     slots = torch.tensor(ids)[slots // size] * size + slots % size
                     for number, layer in enumerate(theirs):

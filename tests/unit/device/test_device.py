@@ -14,7 +14,6 @@ from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from unittest import mock
 
-import numpy as np
 import pytest
 import torch
 
@@ -255,20 +254,6 @@ class MovesTest(unittest.TestCase):
         self.assertTrue(proves(self.move or choose(self.device), self.device))
 
 
-class RunsTest(unittest.TestCase):
-    """Neighbours on both sides, which are copied at once."""
-
-    def test_runs(self) -> None:
-        """Runs end with blocks, chunks and wherever a slot is not the next one."""
-        slots = np.array([[2, 3, 4, 5, 9], [10, -1, 0, 2, 3]])
-
-        first, slot, counts = moves.runs(slots, SLOTS)
-
-        found = [*zip(*divmod(first, 5), slot, counts, strict=True)]
-        expected = [(0, 0, 2, 2), (0, 2, 4, 2), (0, 4, 9, 1), (1, 0, 10, 1), (1, 2, 0, 1)]
-        self.assertEqual([*expected, (1, 3, 2, 2)], found)
-
-
 def chunks_of(engine: Engine, dtype: torch.dtype, count: int, tokens: int) -> list[torch.Tensor]:
     """Arrays full of noise, cut from larger ones."""
     shape = (count, engine.heads, LAYERS, tokens + 1)
@@ -409,17 +394,6 @@ class NegativeControlTest(unittest.TestCase):
             with self.subTest(wrong=wrong.__name__):
                 self.assertFalse(proves(wrong, CPU))
 
-    def test_the_test_itself(self) -> None:
-        """The comparison with the obvious copy fails for a move that touches one slot too many."""
-
-        def careless(job: Job, *, store: bool) -> None:
-            moves.move(replace(job, slots=job.slots.clamp(min=0)), store=store)
-
-        test = MovesTest("test_every_layout")
-        test.move = careless
-        with self.assertRaises(AssertionError):
-            test.assert_moves(fused, torch.bfloat16, draw_slots(1, 7, seed=0))
-
 
 class PagesTest(unittest.TestCase):
     """What is refused, and how it is said."""
@@ -479,10 +453,6 @@ class PagesTest(unittest.TestCase):
         self.assertEqual(before, bits(paged.arrays[0][0]))
         with self.assertRaisesRegex(LayoutError, "one latent"):
             gather(latent(torch.float16).paged, slots, k, k)
-
-    def test_choice_on_a_cpu(self) -> None:
-        """On the CPU the loop in C moves the rows."""
-        self.assertIs(cpu_pages.move, choose(CPU))
 
 
 class DocumentationTest(unittest.TestCase):
