@@ -172,24 +172,15 @@ class PagedKV:
         v = None if v_out is None else v_out[None]
         self._move(block_ids, token_start, n_tokens, 0, k_out[None], v, store=False)
 
-    def scatter(
-        self, block_ids: _Ids, token_start: int, n_tokens: int, k_in: Tensor, v_in: Tensor | None
-    ) -> None:
-        """Copy tokens into the cache: the inverse of `gather`, with the same arguments.
-
-        Tokens outside the range keep their bytes, also those in the same block.
-        """
-        v = None if v_in is None else v_in[None]
-        self.scatter_chunks(block_ids, token_start, n_tokens, 0, k_in[None], v)
-
     def scatter_chunks(
         self, block_ids: _Ids, token_start: int, n_tokens: int, skip: int,
         k_in: Tensor, v_in: Tensor | None,
     ) -> None:  # fmt: skip
         """Copy the tokens of consecutive chunks into the cache, by one call for all.
 
-        ``k_in`` and ``v_in`` are ``[chunks, heads, layers, chunk_tokens, dim]``; token
-        ``token_start`` follows ``skip`` other tokens of the first chunk. Otherwise as `scatter`.
+        The inverse of `gather`, but that ``k_in`` and ``v_in`` are ``[chunks, heads, layers,
+        chunk_tokens, dim]``, and token ``token_start`` follows ``skip`` other tokens of the first
+        chunk. Tokens outside the range keep their bytes, also those in the same block.
         """
         self._move(block_ids, token_start, n_tokens, skip, k_in, v_in, store=True)
 

@@ -123,10 +123,7 @@ def _groups_of(
     tables: Sequence[Any],
     config: ConnectorConfig,
 ) -> tuple[Group, ...]:
-    """Return the kinds of layers, those with full attention first.
-
-    ``tables``: vLLM's cache groups. Raises UncachedError.
-    """
+    """Return the kinds of layers in vLLM's cache groups, those with full attention first."""
     caches = [
         _Cache(number, name, spec, layer_number(name))
         for number, table in enumerate(tables)
@@ -164,10 +161,7 @@ def _groups_of(
 
 
 def _divided(vllm_config: Any, caches: Sequence[_Cache]) -> dict[str, list[_Cache]]:
-    """Return the caches by kind: all have one dtype, and those of a kind one size.
-
-    Raises UncachedError for one of another form.
-    """
+    """Return the caches by kind: all have one dtype, and those of a kind one size."""
     known = dict[str, list[_Cache]]()
     sizes, dtypes = dict[str, object](), set[str | None]()
     for one in caches:

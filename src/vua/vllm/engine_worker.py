@@ -40,14 +40,7 @@ class Adapters(NoAdapters):
     """What one worker's LoRA manager holds."""
 
     def __init__(self, runner: Any) -> None:
-        """Watch the manager of a model runner from now on.
-
-        Args:
-            runner: vLLM's, with LoRA enabled; no adapter is loaded yet.
-
-        Raises:
-            UncachedError: the structure of the manager is unknown.
-        """
+        """Watch vLLM's runner, which has loaded no adapter yet. Raises UncachedError: unknown."""
         manager = getattr(runner, "lora_manager", None)
         load = getattr(manager, "_load_adapter", None)
         kept: Any = getattr(manager, "_adapter_manager", None)
@@ -72,10 +65,7 @@ class Adapters(NoAdapters):
         """What the scheduler's half has asked for, still without an answer."""
 
     def _load_and_copy(self, lora_request: Any) -> Any:
-        """Load an adapter as vLLM does, with its errors, and begin to digest it.
-
-        vLLM packs the adapter next, which scales its tensors in place.
-        """
+        """Begin to digest an adapter; vLLM packs it next, which scales its tensors in place."""
         adapter = self._load(lora_request)
         try:
             self._digests[adapter] = self._thread.submit(adapter_content(adapter).digest)
@@ -97,10 +87,7 @@ class Adapters(NoAdapters):
         self._held, self._being_read = held, being_read
 
     def _named(self, number: int, digest: str) -> Adapter:
-        """Return what a number holds, now that its digest is known.
-
-        It equals the previous one only if the number has held nothing else meanwhile.
-        """
+        """Return what a number holds: as before if it has held nothing else meanwhile."""
         latest, since = self._latest.get(number), self._since.pop(number, [])
         others = [one is None or not one.done() or one.result() != digest for one in since]
         if latest is None or latest.digest != digest or any(others):

@@ -29,10 +29,7 @@ _Writer: TypeAlias = Callable[[Tensor, Tensor, Tensor, Tensor], None]
 
 
 def host_pages(group: Group, caches: Sequence[Tensor], block_size: int) -> PagedKV:
-    """Return the blocks of some layers of a group in CPU memory; see `group_transfer.PageLayouts`.
-
-    Raises LayoutError, UncachedError.
-    """
+    """Return some layers' blocks in CPU memory; see `group_transfer.PageLayouts`."""
     layout, slots = group.layout, caches[0].shape[-2]
     if not layout.v_dim:
         form = latent_form(slots, layout.k_dim)
@@ -146,7 +143,7 @@ def _proves(form: PageForm, write: _Writer, dtype: torch.dtype) -> bool:
     chunks = rows.transpose(1, 2).unsqueeze(2)
     pages, table = PagedKV([ours], form, slots), range(blocks)
     for n, slot in enumerate(order.tolist()):
-        pages.scatter(table, slot, 1, *chunks.narrow(3, n, 1))
+        pages.scatter_chunks(table, slot, 1, 0, *chunks[:, None].narrow(4, n, 1))
     back = torch.empty(2, heads, 1, blocks * slots, dim, dtype=dtype)
     PagedKV([theirs], form, slots).gather(table, 0, blocks * slots, *back)
     pairs = ((ours, theirs), (back[:, :, :, order], chunks))

@@ -166,10 +166,7 @@ def _name_cpu_build() -> None:
 
 
 def _prepare(arguments: Sequence[str]) -> None:
-    """Check the directory that an engine with these arguments would use, and report its state.
-
-    Raises ConfigError, StorageError.
-    """
+    """Check the directory that an engine with these arguments would use, and report its state."""
     given = json.loads(arguments[arguments.index(_OPTION) + 1])
     if not (ours := vua_in(given)) and os.environ.get("VUA_DOOR") != "beside":
         text = f"{_OPTION} names the connector {given['kv_connector']!r}: VUA stores nothing"

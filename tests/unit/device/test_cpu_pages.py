@@ -37,6 +37,13 @@ def caches(order: str, form: PageForm, dtype: torch.dtype, blocks: int = BLOCKS)
     return memory.permute([order.index(axis) for axis in "LBHNC"])
 
 
+def scatter(
+    pages: PagedKV, ids: list[int], start: int, k: torch.Tensor, v: torch.Tensor | None
+) -> None:
+    """Copy the tokens of one chunk into the cache."""
+    pages.scatter_chunks(ids, start, k.shape[2], 0, k[None], None if v is None else v[None])
+
+
 Spot = tuple[int, slice, torch.Tensor, torch.Tensor]
 Make = Callable[[int, int], PageForm]
 
@@ -114,11 +121,11 @@ class PagedTestCase(unittest.TestCase):
             self.assert_same(reference.gather(ids, start, count, form.v_index), v)
         k, v = buffer[1], None if v is None else buffer[2]
         with self.native(wanted=False):
-            pages.scatter(ids, start, count, k, v)
+            scatter(pages, ids, start, k, v)
         after = memory.clone()
         memory.copy_(before)
         with self.native(wanted=True):
-            pages.scatter(ids, start, count, k, v)
+            scatter(pages, ids, start, k, v)
         self.assert_same(after, memory)
         memory.copy_(before)
         reference.scatter(ids, start, k, form.k_index)
@@ -215,7 +222,7 @@ class RefusalTest(PagedTestCase):
         before = self.memory.clone()
         for ids, start in (([1], 0), ([1, 2], 13), ([1, 2], -1), ([1, BLOCKS], 0), ([-1, 1], 0)):
             with self.subTest(ids=ids, start=start), self.assertRaises(InputError):
-                self.pages.scatter(ids, start, 20, self.k, self.v)
+                scatter(self.pages, ids, start, self.k, self.v)
         self.assert_same(before, self.memory)
 
     def test_more_tokens_than_chunks(self) -> None:
@@ -242,7 +249,7 @@ class RefusalTest(PagedTestCase):
             (self.k.to("meta"), self.v),
         ):
             with self.assertRaises(LayoutError):
-                self.pages.scatter([1, 2], 0, 20, k, v)
+                scatter(self.pages, [1, 2], 0, k, v)
         self.assert_same(before, self.memory)
 
     def test_caches_that_do_not_fit(self) -> None:
@@ -393,7 +400,7 @@ class VllmTest(PagedTestCase):
                     back = torch.zeros_like(chunks).contiguous()
                     PagedKV(list(theirs), form, size).gather(ids, start, tokens, *back)
                     self.assert_same(chunks, back)
-                    PagedKV(list(ours), form, size).scatter(ids, start, tokens, *chunks)
+                    scatter(PagedKV(list(ours), form, size), ids, start, *chunks)
                     self.assert_same(theirs, ours)
 
     def test_unsupported_variant(self) -> None:
