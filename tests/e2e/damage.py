@@ -12,7 +12,6 @@ CHUNK = 64
 
 
 def stored(root: Path) -> list[Path]:
-    """All chunk files below a VUA directory, without those that were put aside."""
     found = root.glob("*/??/*/*.safetensors")
     return sorted(path for path in found if len(path.parent.name) == 64)
 

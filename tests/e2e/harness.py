@@ -263,7 +263,6 @@ def run(*phases: Phase, by: Driver | None = None) -> list[Served]:
 
 
 def run_program(path: Path, *arguments: str) -> tuple[int, str]:
-    """Run a program that needs vLLM; return its exit status and what it says."""
     words = [str(path), *arguments]
     answer = driver().do({"program": words, "timeout_s": 2 * JOB_TIMEOUT_S})
     return answer.get("status", -1), answer["log"]
@@ -353,7 +352,6 @@ class Driver:
                 self._rest += data
 
     def close(self) -> None:
-        """End the process and whatever it has started."""
         if self._process.poll() is None:
             assert self._process.stdin is not None
             assert self._process.stdout is not None

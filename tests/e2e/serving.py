@@ -29,7 +29,6 @@ class ServerTest(EngineTest):
     """A test that starts vLLM's own server."""
 
     def setUp(self) -> None:
-        """Skip where vLLM's server cannot start at all."""
         super().setUp()
         try:
             version("vllm")
@@ -56,7 +55,6 @@ class Fork:
         os.kill(self.pid, number)
 
     def wait(self, timeout_s: float = 10.0) -> None:
-        """Wait until it has ended, or has to."""
         if Path(f"/proc/{self.pid}").exists():
             driver().do({"end": self.pid, "timeout_s": timeout_s})
 
@@ -119,7 +117,6 @@ def starting(
 
 
 def kill(process: Popen[bytes] | Fork) -> None:
-    """End a process and all that it has started."""
     with suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()

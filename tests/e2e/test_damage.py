@@ -30,7 +30,6 @@ class FailedPassTest(EngineTest):
 @pytest.mark.thorough
 class DamagedTest(EngineTest):
     def setUp(self) -> None:
-        """Two prompts that share three chunks are stored: 10 + 4 files."""
         super().setUp()
         self.expected = self.fill(BATCH)
         self.assertEqual(14, len(stored(self.root)))

@@ -88,7 +88,6 @@ class Server:
             return asked.connect_ex(("127.0.0.1", self.port)) == 0
 
     def close(self) -> None:
-        """End its processes, at once: nothing is given time to be written."""
         if not self._log.closed:
             os.killpg(self._process.pid, signal.SIGKILL)
             self._process.wait()

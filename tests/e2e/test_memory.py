@@ -43,7 +43,6 @@ def other_embedding(at: Path) -> Path:
 
 class WeightsTest(EngineTest):
     def setUp(self) -> None:
-        """Two checkpoints of one shape, and what engines answer with them."""
         super().setUp()
         self.one = str(llama())
         self.other = str(other_embedding(models() / "other-embedding"))

@@ -21,7 +21,6 @@ UNCACHED = "served without a stored KV cache"
 
 class UncachedModelsTest(EngineTest):
     def check(self, engine: dict[str, Any], reason: str) -> None:
-        """Served twice with the right tokens, nothing stored, and the log says why."""
         expected = self.baseline(BATCH, BATCH, engine=engine)
 
         served = self.serve(BATCH, BATCH, engine=engine)

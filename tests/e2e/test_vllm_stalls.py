@@ -173,7 +173,6 @@ def dead(root: Path) -> Iterator[Dead]:
 @unittest.skipUnless(find_spec("vllm"), "vLLM is not installed")
 class StallTest(unittest.TestCase):
     def setUp(self) -> None:
-        """Make a directory; the user's own cache lies in it."""
         folder = self.enterContext(tempfile.TemporaryDirectory(ignore_cleanup_errors=True))
         home = {"XDG_CACHE_HOME": f"{folder}/kv/cache"}  # as slow as the rest
         self.enterContext(mock.patch.dict(os.environ, home))

@@ -43,13 +43,11 @@ LATENT = KVLayout(layers=3, kv_heads=1, k_dim=36, v_dim=0, dtype="F16", chunk_to
 
 class CachedLoadTest(DirectoryTest):
     def setUp(self) -> None:
-        """Nothing of this is done without the native code."""
         super().setUp()
         if not has_native():
             self.skipTest("native code is not built: python3 dev.py build")
 
     def stored(self, layout: KVLayout) -> tuple[Store, list[ChunkKey], StagingBuffer]:
-        """Chunks of noise in files, and the same in a buffer."""
         root = self.root / f"{layout.layers}-{layout.dtype}"
         [store] = Namespace.create(root, Identity(model="m", chunk_tokens=SIZE), [layout]).stores
         keys, buffer = (
@@ -84,7 +82,6 @@ class CachedLoadTest(DirectoryTest):
         ids: Sequence[int],
         wanted: tuple[int, int] = (0, CHUNKS * SIZE),
     ) -> int:
-        """Load the tokens of a range into their blocks; return how many chunks."""
         memory = pages.memory(SIZE, CHUNKS)
         assert memory is not None
         loader, (start, stop) = Loader(store, memory), wanted

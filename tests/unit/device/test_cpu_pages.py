@@ -211,7 +211,6 @@ class MoveTest(PagedTestCase):
 
 class RefusalTest(PagedTestCase):
     def setUp(self) -> None:
-        """A cache, and a chunk of 20 tokens."""
         self.form = fused_form(16, 8)
         self.memory = caches("LBHNC", self.form, torch.bfloat16)
         self.pages = PagedKV(list(self.memory), self.form, 16)

@@ -61,7 +61,6 @@ class ChecksumsTest(unittest.TestCase):
     kernel: xxh3.Digests | None = None
 
     def check(self, starts: list[int], lengths: list[int]) -> None:
-        """Compare; of other bytes the sums are other ones."""
         size = max(s + n for s, n in zip(starts, lengths, strict=True)) + 8
         data = content(size, seed=len(starts))
         places, sizes = np.array(starts, dtype=np.int64), np.array(lengths, dtype=np.int64)
@@ -113,7 +112,6 @@ class InterpretedChecksumsTest(ChecksumsTest):
     """The Triton kernel, run by Triton's interpreter on the CPU."""
 
     def setUp(self) -> None:
-        """Take the kernel; let the interpreter add by numpy, not element by element."""
         import triton.language as tl
 
         kernel = interpreted()
@@ -215,7 +213,6 @@ class CuFileMoverTest(MoverTest):
     device = torch.device("cuda:0")
 
     def mover(self) -> Mover:
-        """Open cuFile."""
         return CuFileMover(self.device)
 
 
@@ -386,5 +383,4 @@ class CuFileReaderTest(DirectReaderTest):
     device = torch.device("cuda:0")
 
     def mover(self) -> Mover:
-        """Open cuFile."""
         return CuFileMover(self.device)

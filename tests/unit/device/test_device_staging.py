@@ -33,7 +33,6 @@ class StagingTest(DirectoryTest):
     device = "cpu"
 
     def setUp(self) -> None:
-        """Open a store, and name four chunks of a prompt."""
         super().setUp()
         label = Identity(model="staging", kv_dtype="BF16", chunk_tokens=8)
         self.store = Namespace.create(self.root, label, [LAYOUT]).stores[0]

@@ -79,7 +79,6 @@ class TestL2Adapter(DirectoryTest):
         )
 
     def load(self, adapter: Any, keys: list[Any], dtype: torch.dtype = torch.bfloat16) -> list[Any]:
-        """Load; a tensor for each key that was found, else None."""
         into = [torch.full(SHAPE, 7, dtype=dtype) for _ in keys]
         task = adapter.submit_load_task(keys, self.objects(into))
         fd = adapter.get_load_event_fd()

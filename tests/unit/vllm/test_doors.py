@@ -33,7 +33,6 @@ def memory(free: int = 100 * GIB, machine: int = 1000 * GIB) -> Iterator[None]:
 
 @contextmanager
 def both(*changes: Given) -> Iterator[None]:
-    """One after the other."""
     with ExitStack() as stack:
         for change in changes:
             stack.enter_context(change)

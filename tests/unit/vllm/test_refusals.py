@@ -217,7 +217,6 @@ class RefusalsTest(ConfigTest):
         self.row("unidentified", self.engine, trusted, elsewhere, advised=here)
 
     def find(self) -> None:
-        """Identify the engine's weights."""
         from vua.vllm.engine_identity import find_weights
 
         find_weights(self.made, threading.Event())

@@ -15,7 +15,6 @@ def config_of(arguments: list[str]) -> dict:
 
 class TestWithConnector(unittest.TestCase):
     def setUp(self) -> None:
-        """Forget a VUA_PATH of the surroundings."""
         kept = patch.dict(os.environ)
         kept.start()
         self.addCleanup(kept.stop)

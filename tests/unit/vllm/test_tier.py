@@ -70,7 +70,6 @@ def config(engine_id: str, *, events: bool = False) -> OffloadingConfig:
 
 
 def weights(name: str) -> Weights:
-    """Weights with that digest."""
     return Weights(name, (), 0, 0, 0.0, 0.0)
 
 
@@ -118,7 +117,6 @@ class Host:
         return context, keys[group]
 
     def fill(self, keys: Sequence[bytes], at: int = 0) -> None:
-        """Put into the rows from ``at`` on what belongs to these keys."""
         for row, key in enumerate(keys, at):
             self.memory[row] = content(key)
 
@@ -131,7 +129,6 @@ class Host:
         return self._jobs
 
     def finish(self) -> JobResult:
-        """Wait for a transfer's end."""
         until = time.monotonic() + SOON_S
         while time.monotonic() < until:
             for result in self.tier.get_finished_jobs():
@@ -140,13 +137,11 @@ class Host:
         raise TimeoutError
 
     def store(self, context: ReqContext, keys: Sequence[Any]) -> JobResult:
-        """Store rows."""
         self.fill(keys)
         self.move(context, keys, load=False)
         return self.finish()
 
     def load(self, context: ReqContext, keys: Sequence[Any]) -> list[Any]:
-        """Load rows; return which came, after a look at their bytes."""
         self.memory[:] = 0xA5
         self.move(context, keys, load=True)
         result = self.finish()
@@ -157,7 +152,6 @@ class Host:
         return came
 
     def find(self, context: ReqContext, keys: Sequence[Any]) -> list[bool]:
-        """Look rows up, as a scheduler does step by step."""
         until = time.monotonic() + SOON_S
         while time.monotonic() < until:
             found = [self.tier.lookup(key, context) for key in keys]
@@ -180,7 +174,6 @@ class TierTest(DirectoryTest):
         self.root /= "kv"
 
     def host(self, **settings: Any) -> Host:
-        """A host with a tier, which ends with the test."""
         host = Host(self.root, **settings)
         self.addCleanup(host.tier.shutdown)
         return host

@@ -147,7 +147,6 @@ class TableTest(unittest.TestCase):
 
 @functools.cache
 def kind_of(name: str, *fields: str) -> type:
-    """A configuration class with these fields."""
     return dataclasses.make_dataclass(name, [(field, Any) for field in fields])
 
 

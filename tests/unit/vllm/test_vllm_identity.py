@@ -40,7 +40,6 @@ class EngineFieldsTest(unittest.TestCase):
     """Through `describe`, with the configuration that vLLM itself makes of the arguments."""
 
     def setUp(self) -> None:
-        """Make a model."""
         self.root = Path(tempfile.mkdtemp(prefix="vua-identity-"))
         self.addCleanup(shutil.rmtree, self.root)
         self.enterContext(mock.patch.dict(os.environ, ENVIRONMENT))

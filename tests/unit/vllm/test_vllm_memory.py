@@ -124,7 +124,6 @@ class WorkerCallsTest(unittest.TestCase):
 
 
 def lora(scaling: float = 2.0, **tensors: torch.Tensor) -> Any:
-    """A loaded adapter of one module."""
     parts = {"lora_a": torch.ones(4, 8), "lora_b": torch.ones(8, 4), **tensors}
     weights = LoRALayerWeights("m.q_proj", 4, 8, parts["lora_a"], parts["lora_b"], scaling)
     return LoRAModel(1, 4, {"m.q_proj": weights})

@@ -25,7 +25,6 @@ class ClassesTest(unittest.TestCase):
     """Each with its own class of configuration, as vLLM resolves it, with caches of small sizes."""
 
     def setUp(self) -> None:
-        """Models with several groups need vLLM 0.30."""
         from vua.vllm.support import has_load_interface
 
         self.enterContext(mock.patch.dict(os.environ, ENVIRONMENT))

@@ -19,7 +19,6 @@ if find_spec("vllm"):
 
 
 def stats_of() -> VUAStats:
-    """One of each kind."""
     return VUAStats(
         data={
             "vua_loaded_bytes_total": {"slab": 100},

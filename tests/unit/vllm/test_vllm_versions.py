@@ -19,7 +19,6 @@ RANGES = r"works with 0\.28 to 0\.33\."
 @unittest.skipUnless(find_spec("vllm"), "vLLM is not installed")
 class VersionsTest(unittest.TestCase):
     def check(self, version: str) -> None:
-        """Check as if vLLM were of this version."""
         from vua.vllm.support import check_version
 
         with mock.patch("vllm.__version__", version):

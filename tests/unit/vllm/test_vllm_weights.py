@@ -25,13 +25,11 @@ NO_FILES = Weights("f" * 64, (), 2_000_000, 1_000_000, 0.5, 0.0)
 @unittest.skipUnless(find_spec("vllm"), "vLLM is not installed")
 class FilesTest(ConfigTest):
     def setUp(self) -> None:
-        """Make a model of two files with an index."""
         self.model = self.root / self._testMethodName / "model"
         shutil.copytree(self.root / "model", self.model)
         self.whole = self.model / "model.safetensors"
 
     def find(self, load_format: str = "auto", **fields: Any) -> Weights:
-        """What the connector finds for an engine with this load format."""
         from vua.vllm.engine_identity import find_weights
 
         model_config = copy.copy(self.made.model_config)
@@ -45,7 +43,6 @@ class FilesTest(ConfigTest):
         return find_weights(given, threading.Event())
 
     def names(self, *given: Any, **fields: Any) -> list[str]:
-        """The files that count."""
         return sorted(file.name for file in self.find(*given, **fields).files)
 
     def test_the_loaders_rule(self) -> None:
