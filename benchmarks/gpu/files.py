@@ -51,7 +51,7 @@ class Loading:
         for at, key in enumerate(self.keys):
             staged = self.staging.take()
             self.staging.save([staged], [self.slots[at : at + 1]]).wait()
-            EntryWriter(self.store, staged.host.memory).save([key])
+            EntryWriter(self.store, staged.memory).save([key])
             self.staging.give_back(staged)
         root, shard = self.store.storage.directory, f"{self.layout.full.name}.safetensors"
         self.paths = [Path(root, key.name[:2], key.name, shard) for key in self.keys]
@@ -104,7 +104,7 @@ class Loading:
         for at in range(0, self.chunks, 2):
             staged = buffers[at // 2 % 2]
             staged.fence.wait()
-            memory = staged.host.memory
+            memory = staged.memory
             loader = self.loaders.setdefault(staged.host, Loader(self.store, memory))
             expect("load", holds=loader.load(self.keys[at : at + 2]).chunks == 2)
             staging.load(staged, [self.slots[at : at + 2]])
@@ -217,9 +217,7 @@ def save_files(bench: Bench) -> None:
         for staged, key in zip(buffers, fresh, strict=True):
             staged.fence.wait()
             if write:
-                expect(
-                    "save", holds=EntryWriter(store, staged.host.memory).save([key]) == [WRITTEN]
-                )
+                expect("save", holds=EntryWriter(store, staged.memory).save([key]) == [WRITTEN])
             staging.give_back(staged)
 
     def raw_write() -> None:
@@ -252,8 +250,8 @@ def fixed_cost(bench: Bench) -> None:
     staging = Staging([paged], layout, layout.full, chunks=1, limit=1)
     staged = staging.take()
     staging.save([staged], [slots]).wait()
-    EntryWriter(store, staged.host.memory).save([keys[0]])
-    loader = Loader(store, staged.host.memory)
+    EntryWriter(store, staged.memory).save([keys[0]])
+    loader = Loader(store, staged.memory)
     small, far = bench.host(4096), torch.empty(4096, dtype=torch.uint8, device=bench.device)
 
     def from_file() -> None:

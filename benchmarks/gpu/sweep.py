@@ -154,7 +154,7 @@ class Sweep:
     def measure_saves(self, rounds: int) -> list[dict[str, object]]:
         """Save with each number of threads of one call, and two calls at a time."""
         rows = []
-        data = self.buffers[0].host.bytes
+        data = self.buffers[0].bytes
 
         def write(threads: int) -> None:
             def one(number: int) -> None:

@@ -195,7 +195,7 @@ class RingLoads:
         if check is None:
             plan, codec = self._transfer.plan, self._codec
             sizes = plan.block_nbytes.astype(np.int64)
-            headers = self._into.headers[buffer.first : buffer.first + buffer.host.chunks]
+            headers = self._into.headers[buffer.first : buffer.first + buffer.chunks]
             with self._staging.aside():
                 check = DigestCheck(
                     buffer.device_bytes,

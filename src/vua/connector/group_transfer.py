@@ -27,7 +27,7 @@ from vua.device.buffers import StagingBuffer, StagingPool
 from vua.device.cpu_pages import PagedKV
 from vua.device.gds import Gds
 from vua.device.paged import PagedCache
-from vua.device.staging import DeviceBuffer, Fence
+from vua.device.staging import Fence
 from vua.format.keys import ChunkKey, Keys
 from vua.format.layout import Shard
 from vua.io.pool import Job
@@ -87,7 +87,6 @@ the link is busy while chunks are verified; and a multiple of it, since a rest w
 round trip."""
 _BUCKET_BUFFER_NBYTES: Final = 64 << 20
 
-Buffer: TypeAlias = StagingBuffer | DeviceBuffer
 Tables: TypeAlias = Mapping[str, int]
 """The engine's cache group of each layer, by name."""
 BlockTables: TypeAlias = Sequence[Sequence[int]]
@@ -165,16 +164,19 @@ class ShardFiles:
 
     def __init__(self, store: Store, shard: Shard) -> None:
         self.store, self._shard = store, shard
-        self._loaders: dict[Buffer, Loader] = {}
+        self._loaders: dict[StagingBuffer, Loader] = {}
         self._savers: dict[tuple[int, str], list[EntryWriter]] = {}
         """Those that no thread uses, by their memory and the name that they write in."""
 
     def read(
-        self, buffer: Buffer, keys: Sequence[ChunkKey], believed: Container[bytes] | None = None
+        self,
+        buffer: StagingBuffer,
+        keys: Sequence[ChunkKey],
+        believed: Container[bytes] | None = None,
     ) -> LoadResult:
         return self._loader(buffer).load(keys, believed)
 
-    def _loader(self, buffer: Buffer) -> Loader:
+    def _loader(self, buffer: StagingBuffer) -> Loader:
         loader = self._loaders.get(buffer)
         if loader is None:
             loader = self._loaders[buffer] = Loader(self.store, buffer.memory, target=self._shard)
@@ -207,7 +209,7 @@ class ShardFiles:
 
     def weed(
         self,
-        buffer: Buffer,
+        buffer: StagingBuffer,
         keys: Sequence[ChunkKey],
         reason: str | None,
         job: Job[Any],

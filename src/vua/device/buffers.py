@@ -61,9 +61,17 @@ class StagingBuffer:
 class StagingPool:
     """Some equal, adjacent buffers, lowest numbers first. Thread-safe; never blocks."""
 
-    def __init__(self, layout: KVLayout, shard: Shard, *, chunks: int, limit: int) -> None:
+    def __init__(
+        self,
+        layout: KVLayout,
+        shard: Shard,
+        *,
+        chunks: int,
+        limit: int,
+        kind: type[StagingBuffer] = StagingBuffer,
+    ) -> None:
         """Take memory for ``limit`` buffers of ``chunks`` chunks; one that is lent is touched."""
-        self.chunks = chunks
+        self.chunks, self._kind = chunks, kind
         self._size, self._nbytes = (layout, shard, chunks), chunks * shard.payload_nbytes(layout)
         self.bytes = page_aligned(limit * self._nbytes)
         places = limit * chunks
@@ -79,7 +87,7 @@ class StagingPool:
             number = heapq.heappop(self._free)
         if number not in self._made:
             memory = self.bytes[number * self._nbytes : (number + 1) * self._nbytes]
-            self._made[number] = StagingBuffer(*self._size, memory, number)
+            self._made[number] = self._kind(*self._size, memory, number)
         return self._made[number]
 
     @property

@@ -22,7 +22,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any, Final, NamedTuple
 
 import numpy as np
@@ -38,7 +38,6 @@ from vua.device.xxh3 import DigestCheck
 from vua.errors import InputError, LayoutError
 from vua.format.layout import ITEMSIZE, KVLayout, Shard
 from vua.io.posix import page_aligned
-from vua.native import MemoryMap
 
 _PIECE_NBYTES: Final = 8 << 20
 """Largest transfer: 0.15 ms, for which a transfer of the engine may have to wait."""
@@ -77,32 +76,18 @@ def clear_error(device: torch.device) -> None:
         torch.empty(1, device=device).fill_(0)
 
 
-@dataclass(slots=True, eq=False)
-class DeviceBuffer:
+class DeviceBuffer(StagingBuffer):
     """A buffer lent by a :class:`Staging`: one thread's until it is given back."""
 
-    host: StagingBuffer
     device_bytes: Tensor
     """The buffer's bytes on the cache's device; unused while no transfer is in flight."""
-    fence: Fence = field(default_factory=Fence)
+    fence = Fence()
     """Passed when the buffer's last transfer is complete."""
-
-    @property
-    def number(self) -> int:
-        return self.host.number
 
     @property
     def first(self) -> int:
         """The buffer's first chunk slot in :attr:`Staging.memory`."""
-        return self.number * self.host.chunks
-
-    @property
-    def memory(self) -> MemoryMap:
-        return self.host.memory
-
-    @property
-    def arrays(self) -> list[Tensor]:
-        return self.host.arrays
+        return self.number * self.chunks
 
 
 class _Run(NamedTuple):
@@ -160,7 +145,7 @@ class Staging:
         )
         payload = shard.payload_nbytes(layout)
         while True:
-            self._pool = StagingPool(layout, shard, chunks=chunks, limit=limit)
+            self._pool = StagingPool(layout, shard, chunks=chunks, limit=limit, kind=DeviceBuffer)
             self._host = torch.from_numpy(self._pool.bytes).view(limit * chunks, payload)
             try:
                 self._mirror, self._slots = self._on_device((len(parts), len(self._host)))
@@ -170,11 +155,10 @@ class Staging:
         self.limit, self._locked = limit, self._cuda and self._lock_pages()
         self.memory = self._pool.memory
         """Where the chunks of all buffers are: ``chunks`` slots each."""
-        pieces = self._mirror.view(-1).chunk(limit) if limit else ()
-        made = [self._pool.take() for _ in pieces]
-        self._made = [DeviceBuffer(*pair) for pair in zip(filter(None, made), pieces, strict=True)]
+        self._made: list[Any] = [self._pool.take() for _ in range(limit)]
         for staged in self._made:
-            self._pool.give_back(staged.host)
+            staged.device_bytes = self._mirror[staged.first : staged.first + chunks].view(-1)
+            self._pool.give_back(staged)
 
     def _on_device(self, places: tuple[int, int]) -> tuple[Tensor, Tensor]:
         """Return the buffers' mirror, and memory for slots. Raises OutOfMemoryError."""
@@ -204,8 +188,8 @@ class Staging:
 
     def take(self) -> DeviceBuffer | None:
         """Return a buffer with undefined contents; None if all are lent, or after ``close``."""
-        buffer = None if self._closed else self._pool.take()
-        return None if buffer is None else self._made[buffer.number]
+        buffer: Any = None if self._closed else self._pool.take()
+        return buffer
 
     @property
     def left(self) -> int:
@@ -214,7 +198,7 @@ class Staging:
     def give_back(self, staged: DeviceBuffer) -> None:
         """Take a buffer back; waits for its last transfer."""
         staged.fence.wait()
-        self._pool.give_back(staged.host)
+        self._pool.give_back(staged)
 
     def _engine(self) -> torch.cuda.Stream | None:
         return torch.cuda.current_stream(self.device) if self._cuda else None
@@ -344,7 +328,7 @@ class Staging:
     def _adjoining(buffers: Sequence[DeviceBuffer]) -> list[_Run]:
         runs: list[_Run] = []
         for staged in buffers:
-            first, stop = staged.first, staged.first + staged.host.chunks
+            first, stop = staged.first, staged.first + staged.chunks
             if runs and runs[-1].stop == first:
                 first = runs.pop().first
             runs.append(_Run(first, stop))

@@ -51,7 +51,7 @@ class StagingTest(DirectoryTest):
             fence = staging.save([staged], [slots_of(ids, BLOCK, 8 * at, 8 * at + 16).view(2, 8)])
             fence.wait()
             for place in (0, 1):
-                memory = staged.host.memory
+                memory = staged.memory
                 save_chunk(self.store, self.keys[at + place], memory, shard=SHARD, place=place)
             staging.give_back(staged)
 
@@ -70,7 +70,7 @@ class StagingTest(DirectoryTest):
 
         for at in (0, 2):
             staged = staging.take()
-            loaded = self.store.load(self.keys[at : at + 2], staged.host.memory, target=SHARD)
+            loaded = self.store.load(self.keys[at : at + 2], staged.memory, target=SHARD)
             self.assertEqual(2, loaded.chunks)
             first = 8 * at
             slots = slots_of(in_ids, BLOCK, first, first + 16, wanted=(start, stop)).view(2, 8)
@@ -199,7 +199,7 @@ class GPUStagingTest(StagingTest):
         memory, paged = engine(self.device, seed=1)
         staging = self.staging(paged)
         staged = staging.take()
-        staged.host.bytes[:] = 7
+        staged.bytes[:] = 7
         torch.cuda.synchronize()
         torch.cuda._sleep(200_000_000)
         memory.zero_()
@@ -218,7 +218,7 @@ class GPUStagingTest(StagingTest):
         memory, paged = engine(self.device, seed=1)
         staging = self.staging(paged)
         staged = staging.take()
-        staged.host.bytes[:] = 7
+        staged.bytes[:] = 7
         torch.cuda.synchronize()
         with staging.aside():
             torch.cuda._sleep(200_000_000)
@@ -235,7 +235,7 @@ class GPUStagingTest(StagingTest):
         staging = self.staging(engine(self.device, seed=1)[1])
         staged = staging.take()
 
-        self.assertTrue(torch.from_numpy(staged.host.bytes).is_pinned())
+        self.assertTrue(torch.from_numpy(staged.bytes).is_pinned())
         staging.give_back(staged)
         staging.close()
-        self.assertFalse(torch.from_numpy(staged.host.bytes).is_pinned())
+        self.assertFalse(torch.from_numpy(staged.bytes).is_pinned())
