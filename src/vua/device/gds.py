@@ -16,7 +16,7 @@ import threading
 from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Final, Protocol, TypeAlias, cast
+from typing import Any, Final, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -31,12 +31,10 @@ from vua.format.entry import EntryCodec
 from vua.format.keys import ChunkKey
 from vua.format.parse import check_payload
 from vua.io.pool import Job, Pool
-from vua.io.posix import FileStatus
 from vua.storage.base import Storage, entry_name
 
 log = logging.getLogger(__name__)
 
-_Bytes: TypeAlias = npt.NDArray[np.uint8]
 _Sums: TypeAlias = npt.NDArray[np.uint64]
 
 _FAILURES: Final = 8
@@ -140,8 +138,19 @@ def _probe(mover: Mover, directory: Path, device: torch.device) -> None:
             os.fsync(stream.fileno())
             handle = mover.open(stream.fileno())
             try:
-                for probe in _PROBES:
-                    _compare(mover, handle, content, memory, probe)
+                for offset, at, nbytes in _PROBES:
+                    memory.fill_(0x5A)
+                    synchronize(memory.device)
+                    there = content[offset : offset + nbytes]
+                    expected = np.full(len(content), 0x5A, dtype=np.uint8)
+                    expected[at : at + len(there)] = there
+                    got = mover.read(handle, memory, at, nbytes, offset)
+                    # Behind the end of the file cuFile's compatibility mode fills what was asked.
+                    memory[at + len(there) : at + nbytes] = 0x5A
+                    if got != len(there) or not np.array_equal(expected, memory.cpu().numpy()):
+                        raise OSError(
+                            f"{mover.name} read {got} bytes from {offset}, or not the right ones"
+                        )
             finally:
                 mover.close(handle)
     finally:
@@ -151,37 +160,12 @@ def _probe(mover: Mover, directory: Path, device: torch.device) -> None:
         raise OSError(f"checksums on {device} are wrong")
 
 
-def _compare(
-    mover: Mover,
-    handle: Any,
-    content: _Bytes,
-    memory: Tensor,
-    probe: tuple[int, int, int],
-) -> None:
-    offset, at, nbytes = probe
-    memory.fill_(0x5A)
-    synchronize(memory.device)
-    there = content[offset : offset + nbytes]
-    expected = np.full(len(content), 0x5A, dtype=np.uint8)
-    expected[at : at + len(there)] = there
-    got = mover.read(handle, memory, at, nbytes, offset)
-    found = memory.cpu().numpy()
-    # After the end of the file, cuFile's compatibility mode fills the rest of the request.
-    found[at + len(there) : at + nbytes] = expected[at + len(there) : at + nbytes]
-    if got != len(there) or not np.array_equal(expected, found):
-        raise OSError(f"{mover.name} read {got} bytes from {offset}, or not the right ones")
-
-
 @dataclass(slots=True, eq=False)
 class _Read:
     handle: Any
     at: int
     ended: threading.Event = field(default_factory=threading.Event)
     well: bool = False
-
-
-class _Files(Protocol):
-    def open_file(self, name: str) -> tuple[int, FileStatus]: ...
 
 
 class DirectReader:
@@ -227,15 +211,7 @@ class DirectReader:
         return right, right < done
 
     def _begin(self, mover: Mover, memory: Tensor, read: _Read) -> None:
-        try:
-            self._gds.readers.submit(self._reading(mover, memory), read)
-        except RuntimeError as problem:  # the system has no thread for it
-            log.debug("a file was not read by %s: %s", mover.name, problem)
-            read.ended.set()
-
-    def _reading(self, mover: Mover, memory: Tensor) -> Callable[[Job[_Read]], None]:
-        def work(job: Job[_Read]) -> None:
-            read = job.what
+        def work(_: Job[_Read]) -> None:
             try:
                 offset = self._codec.header_nbytes
                 got = mover.read(read.handle, memory, read.at, self._payload, offset)
@@ -246,7 +222,11 @@ class DirectReader:
                 self._gds.count(well=read.well)
                 read.ended.set()
 
-        return work
+        try:
+            self._gds.readers.submit(work, read)
+        except RuntimeError as problem:  # the system has no thread for it
+            log.debug("a file was not read by %s: %s", mover.name, problem)
+            read.ended.set()
 
     def _open(
         self, mover: Mover, key: ChunkKey, believed: Container[bytes] | None
@@ -255,7 +235,7 @@ class DirectReader:
         if not self._storage.capabilities.device_reads:
             return None
         try:
-            files = cast("_Files", self._storage)
+            files: Any = self._storage
             fd, status = files.open_file(entry_name(key.name, self._codec.shard))
         except (OSError, UntrustedError):
             return None  # missing or unreadable: the loader says which

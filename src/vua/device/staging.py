@@ -188,8 +188,8 @@ class Staging:
 
     def take(self) -> DeviceBuffer | None:
         """Return a buffer with undefined contents; None if all are lent, or after ``close``."""
-        buffer: Any = None if self._closed else self._pool.take()
-        return buffer
+        buffer = None if self._closed else self._pool.take()
+        return buffer if isinstance(buffer, DeviceBuffer) else None
 
     @property
     def left(self) -> int:
