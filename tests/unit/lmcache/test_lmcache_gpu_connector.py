@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from helpers import bits, noise
+from vua.device.paged import PagedCache
 from vua.lmcache.gpu_connector import (
     GPUConnectorInterface,
     MemoryFormat,
@@ -71,71 +72,32 @@ def nested(dtype: torch.dtype, device: str = "cpu") -> Case:
     )
 
 
-def _paged(
-    kind: type, memory: torch.Tensor, kvcaches: Sequence[Any], row: Callable[..., torch.Tensor]
-) -> Case:
-    def token(a: int, lay: int, t: int) -> torch.Tensor:
-        slot = int(SLOT_MAPPING[t])
-        return row(a, lay, slot // SLOTS, slot % SLOTS)
+def _paged(kind: type, axes: str, *shape: int, **more: Any) -> Callable[..., Case]:
+    """Caches of these axes, whose rows `test_device` compares; ``BNHD``: pairs of K and V."""
 
-    return Case(kind(HIDDEN, LAYERS), [memory], kvcaches, token)
+    def make(dtype: torch.dtype, device: str = "cpu") -> Case:
+        memory = noise(LAYERS, *shape, dtype=dtype).to(device)
+        caches: list[Any] = [tuple(one) for one in memory] if axes == "BNHD" else list(memory)
+        arrays = PagedCache.of(caches, axes).arrays
 
+        def row(a: int, lay: int, t: int) -> torch.Tensor:
+            slot = int(SLOT_MAPPING[t])
+            return arrays[a][lay][slot // SLOTS, slot % SLOTS]
 
-def paged(dtype: torch.dtype, device: str = "cpu") -> Case:
-    """(K, V) of [B, N, H, D], as documented."""
-    memory = noise(LAYERS, 2, BLOCKS, SLOTS, HEADS, SIZE, dtype=dtype).to(device)
-    caches = tuple((layer[0], layer[1]) for layer in memory)
-    return _paged(
-        VLLMPagedMemGPUConnector, memory, caches, lambda a, lay, b, n: memory[lay, a, b, n]
-    )
+        fmt = MemoryFormat.KV_MLA_FMT if more else MemoryFormat.KV_BLOB
+        return Case(kind(HIDDEN, LAYERS, **more), [memory], caches, row, fmt)
 
-
-def paged_v2(dtype: torch.dtype, device: str = "cpu") -> Case:
-    case = paged(dtype, device)
-    case.connector = VLLMPagedMemGPUConnectorV2(HIDDEN, LAYERS)
-    return case
+    make.__name__ = f"{kind.__name__} {axes}"
+    return make
 
 
-def flash(dtype: torch.dtype, device: str = "cpu") -> Case:
-    memory = noise(LAYERS, 2, BLOCKS, SLOTS, HEADS, SIZE, dtype=dtype).to(device)
-    return _paged(
-        VLLMPagedMemGPUConnectorV2,
-        memory,
-        list(memory),
-        lambda a, lay, b, n: memory[lay, a, b, n],
-    )
-
-
-def flashinfer(dtype: torch.dtype, device: str = "cpu") -> Case:
-    memory = noise(LAYERS, BLOCKS, 2, SLOTS, HEADS, SIZE, dtype=dtype).to(device)
-    return _paged(
-        VLLMPagedMemGPUConnectorV2,
-        memory,
-        list(memory),
-        lambda a, lay, b, n: memory[lay, b, a, n],
-    )
-
-
-def fused(dtype: torch.dtype, device: str = "cpu") -> Case:
-    """[B, H, N, 2 * D] per layer, as vLLM hands out today."""
-    memory = noise(LAYERS, BLOCKS, HEADS, SLOTS, 2 * SIZE, dtype=dtype).to(device)
-
-    def row(a: int, lay: int, b: int, n: int) -> torch.Tensor:
-        return memory[lay, b, :, n, a * SIZE : (a + 1) * SIZE]
-
-    return _paged(VLLMPagedMemGPUConnectorV2, memory, list(memory), row)
-
-
-def latent(dtype: torch.dtype, device: str = "cpu") -> Case:
-    memory = noise(LAYERS, BLOCKS, SLOTS, HIDDEN, dtype=dtype).to(device)
-    case = _paged(
-        VLLMPagedMemGPUConnectorV2, memory, list(memory), lambda a, lay, b, n: memory[lay, b, n]
-    )
-    case.connector = VLLMPagedMemGPUConnectorV2(HIDDEN, LAYERS, use_mla=True)
-    case.fmt = MemoryFormat.KV_MLA_FMT
-    return case
-
-
+PAIRS = (2, BLOCKS, SLOTS, HEADS, SIZE)
+paged = _paged(VLLMPagedMemGPUConnector, "BNHD", *PAIRS)
+paged_v2 = _paged(VLLMPagedMemGPUConnectorV2, "BNHD", *PAIRS)
+flash = _paged(VLLMPagedMemGPUConnectorV2, "2BNHD", *PAIRS)
+flashinfer = _paged(VLLMPagedMemGPUConnectorV2, "B2NHD", BLOCKS, 2, SLOTS, HEADS, SIZE)
+fused = _paged(VLLMPagedMemGPUConnectorV2, "BHNC", BLOCKS, HEADS, SLOTS, 2 * SIZE)
+latent = _paged(VLLMPagedMemGPUConnectorV2, "BND", BLOCKS, SLOTS, HIDDEN, use_mla=True)
 CASES = (nested, paged, paged_v2, flash, flashinfer, fused, latent)
 
 
