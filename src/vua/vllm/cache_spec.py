@@ -90,12 +90,6 @@ def _name(model: str) -> str:
     return path.parent.parent.name.rpartition("--")[2] if in_hub else path.name
 
 
-def _on_gpu() -> bool:
-    from vllm.platforms import current_platform
-
-    return not current_platform.is_cpu()
-
-
 def _specs_of(table: Any) -> dict[str, Any]:
     spec = table.kv_cache_spec
     each = getattr(spec, "kv_cache_specs", None)
@@ -145,18 +139,16 @@ def _groups_of(
     known = _divided(vllm_config, caches)
     text, parallel = vllm_config.model_config.hf_text_config, vllm_config.parallel_config
     sizes = {"pp_size": parallel.pipeline_parallel_size, "tp_size": parallel.tensor_parallel_size}
-    size = config.chunk_tokens
-    if sizes["pp_size"] > 1:  # of other ranks' no names are known
-        if max(len(tables), len(known)) > 1 or getattr(text, "num_kv_shared_layers", False):
-            raise refused("pipeline")
-        ((kind, (first, *_)),) = known.items()
-        layers = text.num_hidden_layers
-        layout = _layout(vllm_config, size, kind, first.spec, layers)
-        return (Group(layout, tuple(range(layers)), worker_shards(layout, **sizes), (0,)),)
-    groups = [
-        _group(vllm_config, _layout(vllm_config, size, kind, alike[0].spec, len(alike)), alike)
-        for kind, alike in sorted(known.items())
-    ]
+    pipeline = sizes["pp_size"] > 1  # of other ranks' no names are known
+    shares = getattr(text, "num_kv_shared_layers", False)
+    if pipeline and (max(len(tables), len(known)) > 1 or shares):
+        raise refused("pipeline")
+    groups = list[Group]()
+    for kind, alike in sorted(known.items()):
+        numbers = range(text.num_hidden_layers) if pipeline else [one.number for one in alike]
+        layout = _layout(vllm_config, config.chunk_tokens, kind, alike[0].spec, len(numbers))
+        shards, where = worker_shards(layout, **sizes), dict.fromkeys(one.table for one in alike)
+        groups.append(Group(layout, tuple(numbers), shards, tuple(where)))
     return tuple(groups)
 
 
@@ -228,16 +220,6 @@ def _heads_of(spec: Any, vllm_config: Any) -> int | None:
     return heads if spec.num_kv_heads == max(1, heads // tp_size) else None
 
 
-def _group(vllm_config: Any, layout: KVLayout, caches: Sequence[_Cache]) -> Group:
-    tp_size = vllm_config.parallel_config.tensor_parallel_size
-    return Group(
-        layout,
-        tuple(one.number for one in caches),
-        worker_shards(layout, pp_size=1, tp_size=tp_size),
-        tuple(dict.fromkeys(one.table for one in caches)),
-    )
-
-
 def _layout(vllm_config: Any, size: int, kind: str, spec: Any, layers: int) -> KVLayout:
     stored, heads = stored_as(spec, vllm_config), _heads_of(spec, vllm_config)
     if stored is None or heads is None:  # refused before
@@ -281,9 +263,11 @@ def stored_as(spec: Any, vllm_config: Any) -> str | None:
     engines' bytes are not equal for certain. On the CPU vLLM's own writer converts, so its page
     form cannot be learnt.
     """
+    from vllm.platforms import current_platform
+
     cache, dtype = vllm_config.cache_config, str(spec.dtype)
     kind = str(getattr(cache, "cache_dtype", "auto"))
-    if kind in _FP8 and _on_gpu():
+    if kind in _FP8 and not current_platform.is_cpu():
         mixed = bool(getattr(cache, "kv_cache_dtype_skip_layers", None))
         single = dtype in ("torch.uint8", "torch.float8_e4m3fn", "torch.float8_e5m2")
         return _FP8[kind] if single and not mixed else None

@@ -23,7 +23,7 @@ from collections.abc import Generator, Iterable
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 import torch
 from vllm.distributed.kv_events import MEDIUM_STORAGE, BlockRemoved, BlockStored
@@ -76,16 +76,6 @@ from vua.vllm.support import (
     session_of,
 )
 from vua.weights import Identification
-
-if TYPE_CHECKING:
-    from vllm.config import VllmConfig
-    from vllm.distributed.kv_events import KVCacheEvent
-    from vllm.forward_context import ForwardContext
-    from vllm.v1.core.kv_cache_manager import KVCacheBlocks
-    from vllm.v1.core.sched.output import SchedulerOutput
-    from vllm.v1.kv_cache_interface import KVCacheConfig
-    from vllm.v1.outputs import KVConnectorOutput
-    from vllm.v1.request import Request
 
 
 def enabled(vllm_config: Any) -> bool:
@@ -226,9 +216,9 @@ class VUAStorageConnector_V1(KVConnectorBase_V1, SupportsHMA):  # noqa: N801
 
     def __init__(
         self,
-        vllm_config: VllmConfig,
+        vllm_config: Any,
         role: KVConnectorRole,
-        kv_cache_config: KVCacheConfig | None = None,
+        kv_cache_config: Any = None,
     ) -> None:
         """Read the settings and begin to identify the engine's weights.
 
@@ -301,7 +291,7 @@ class VUAStorageConnector_V1(KVConnectorBase_V1, SupportsHMA):  # noqa: N801
                 VUAStorageConnector_V1._copied = True
                 log.warning("VUA: a forked copy of an engine's process neither loads nor stores")
 
-    def _make_worker(self, vllm_config: VllmConfig, model: Model) -> WorkerSide:
+    def _make_worker(self, vllm_config: Any, model: Model) -> WorkerSide:
         from vllm.distributed import get_pp_group, get_tensor_model_parallel_rank
 
         rank = Rank(get_pp_group().rank_in_group, get_tensor_model_parallel_rank())
@@ -348,7 +338,7 @@ class VUAStorageConnector_V1(KVConnectorBase_V1, SupportsHMA):  # noqa: N801
     @classmethod
     def build_prom_metrics(
         cls,
-        vllm_config: VllmConfig,
+        vllm_config: Any,
         metric_types: dict[type, type],
         labelnames: list[str],
         per_engine_labelvalues: dict[int, list[object]],
@@ -365,7 +355,7 @@ class VUAStorageConnector_V1(KVConnectorBase_V1, SupportsHMA):  # noqa: N801
     # -- scheduler's process ------------------------------------------------------------------
 
     def get_num_new_matched_tokens(
-        self, request: Request, num_computed_tokens: int
+        self, request: Any, num_computed_tokens: int
     ) -> tuple[int | None, bool]:
         """Return how many tokens beyond the local hit can be loaded; None: ask again."""
         side = self.scheduler
@@ -374,15 +364,13 @@ class VUAStorageConnector_V1(KVConnectorBase_V1, SupportsHMA):  # noqa: N801
                 return side.matched_tokens(request, num_computed_tokens)
         return 0, False
 
-    def update_state_after_alloc(
-        self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int
-    ) -> None:
+    def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         side = self.scheduler
         if side is not None:
             with self._guarded():
                 side.allocated(request, blocks, num_external_tokens)
 
-    def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
+    def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
         side = self.scheduler
         if side is None:
             return ConnectorMetadata()
@@ -396,7 +384,7 @@ class VUAStorageConnector_V1(KVConnectorBase_V1, SupportsHMA):  # noqa: N801
             side.add_saves(orders, step_of(scheduler_output))
         return orders
 
-    def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
+    def update_connector_output(self, connector_output: Any) -> None:
         side = self.scheduler
         received = connector_output.finished_recving or set()
         failed = getattr(connector_output, "failed_recving", None) or set()
@@ -418,13 +406,13 @@ class VUAStorageConnector_V1(KVConnectorBase_V1, SupportsHMA):  # noqa: N801
             with self._guarded():
                 events.gone(notes.gone)
 
-    def take_events(self) -> Iterable[KVCacheEvent]:
+    def take_events(self) -> Iterable[Any]:
         with self._guarded():
             return self.events.take() if self.events is not None else ()
         return ()
 
     def request_finished(
-        self, request: Request, block_ids: list[int]
+        self, request: Any, block_ids: list[int]
     ) -> tuple[bool, dict[str, Any] | None]:
         """Forget the request; its blocks may be freed at once, saves have copied them."""
         side = self.scheduler
@@ -444,7 +432,7 @@ class VUAStorageConnector_V1(KVConnectorBase_V1, SupportsHMA):  # noqa: N801
         return False
 
     def request_finished_all_groups(
-        self, request: Request, block_ids: tuple[list[int], ...]
+        self, request: Any, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
         return self.request_finished(request, [])
 
@@ -491,7 +479,7 @@ class VUAStorageConnector_V1(KVConnectorBase_V1, SupportsHMA):  # noqa: N801
             with self._guarded():
                 side.mark_loads(connector_metadata)
 
-    def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:
+    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         orders = self._get_connector_metadata()
         self._idle = isinstance(orders, ConnectorMetadata) and orders.idle
         if not isinstance(orders, ConnectorMetadata):
