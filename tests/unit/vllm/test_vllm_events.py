@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 import shutil
-import subprocess
-import sys
 import unittest
 from importlib.util import find_spec
 from types import SimpleNamespace
@@ -39,7 +37,7 @@ if find_spec("vllm"):
     from vua.connector import events
     from vua.connector.cache_spec import Group, Model
     from vua.connector.metadata import WorkerOutput
-    from vua.vllm.kv_connector_v1 import BlockEvents, enabled
+    from vua.vllm.kv_connector_v1 import BlockEvents
 
 CHUNK = 16
 IDS = list(range(64))
@@ -187,17 +185,6 @@ class EventPublisherTest(unittest.TestCase):
         gone = {one for event in publisher.take() for one in event.block_hashes}
         self.assertEqual({b"0", b"1"}, gone)
 
-    def test_switch(self) -> None:
-        """Only vLLM's own switch turns events on."""
-        said = [None, False, True]
-        made = [
-            SimpleNamespace(
-                kv_events_config=None if on is None else SimpleNamespace(enable_kv_cache_events=on)
-            )
-            for on in said
-        ]
-        self.assertEqual([False, False, True], [enabled(config) for config in made])
-
 
 @unittest.skipUnless(find_spec("vllm"), "vLLM is not installed")
 class DirectoryTest(SocketTest):
@@ -228,41 +215,3 @@ class DirectoryTest(SocketTest):
         self.assertIsInstance(removed, BlockRemoved)
         self.assertEqual(keys, chains[removed.ownership])
         self.assertIn(removed.block_hashes[0], keys)
-
-    def hear(self, router: Any, believed: set[tuple[str, bytes]]) -> None:
-        """Take one batch, as a router of vLLM's events does."""
-        for event in msgspec.msgpack.decode(router.recv_multipart()[2], type=KVEventBatch).events:
-            if isinstance(event, AllBlocksCleared):
-                believed.clear()
-                continue
-            blocks = {(event.ownership, one) for one in event.block_hashes}
-            if isinstance(event, BlockStored):
-                believed |= blocks
-            else:
-                believed -= blocks
-
-    @pytest.mark.thorough
-    def test_restarts(self) -> None:
-        """Routers believe in what is stored, also when chunks went while no publisher ran."""
-        routers = [self.socket(zmq.SUB, self.out) for _ in range(2)]
-        believed: list[set[tuple[str, bytes]]] = [set(), set()]
-        for router in routers:
-            router.subscribe(b"")
-        last = keys_of(TOKENS.tolist(), 4)[-1].name
-        words = ("events", str(self.root), "--follow", "--interval", "0.1", "--zmq", self.out)
-        for count in (4, 3):
-            files = list(self.root.glob("*/??/*/*.safetensors"))
-            there = {(path.parents[2].name, path.parent.name) for path in files}
-            self.assertEqual(count, len(there))
-            expected = {(name, bytes.fromhex(chunk)) for name, chunk in there}
-            process = subprocess.Popen([sys.executable, "-m", "vua", *words])
-            try:
-                for router, held in zip(routers, believed, strict=True):
-                    while held != expected:
-                        self.hear(router, held)
-            finally:
-                process.kill()
-                process.wait()
-            for path in files:  # what goes while nothing is published
-                if path.parent.name == last:
-                    shutil.rmtree(path.parent)
