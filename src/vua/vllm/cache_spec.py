@@ -139,7 +139,7 @@ def _groups_of(
     known = _divided(vllm_config, caches)
     text, parallel = vllm_config.model_config.hf_text_config, vllm_config.parallel_config
     sizes = {"pp_size": parallel.pipeline_parallel_size, "tp_size": parallel.tensor_parallel_size}
-    pipeline = sizes["pp_size"] > 1  # of other ranks' no names are known
+    pipeline = sizes["pp_size"] > 1
     shares = getattr(text, "num_kv_shared_layers", False)
     if pipeline and (max(len(tables), len(known)) > 1 or shares):
         raise refused("pipeline")
