@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import mmap
 import os
 import secrets
 import shutil
@@ -32,7 +31,7 @@ from vua.connector.proved import SampleCounts, Tally
 from vua.errors import ConfigError, explained
 from vua.io import posix
 from vua.io.files import make_file, make_folder
-from vua.io.posix import cached_pages, close_quietly, closing_fd
+from vua.io.posix import close_quietly, closing_fd
 from vua.io.words import counted, size
 from vua.security.settings import Security, check_owner
 from vua.storage.mark import claimable
@@ -139,33 +138,6 @@ def cached_open(ground: ProbeDirectory) -> Verdict:
     return "ok", "names in the kernel's cache are found without waiting"
 
 
-def cached_read(ground: ProbeDirectory) -> Verdict:
-    ground.create("warm", bytes(_PAGE))
-    if not _is_cached(ground, "warm"):
-        return "note", "not here: reads of cached files are slower beside a busy thread"
-    return "ok", "cached bytes are read without waiting"
-
-
-def direct(ground: ProbeDirectory) -> Verdict:
-    ground.create("direct", bytes(_PAGE))
-    try:
-        with ground.opened("direct", os.O_DIRECT) as fd, mmap.mmap(-1, _PAGE) as page:
-            whole = os.preadv(fd, [page], 0) == _PAGE
-    except OSError as problem:
-        return "note", f"not here ({problem.strerror}): all reads use the page cache"
-    return ("ok", "works") if whole else ("note", "reads come back short")
-
-
-def cold(ground: ProbeDirectory) -> Verdict:
-    ground.create("cold", bytes(_PAGE))
-    with ground.opened("cold") as fd:
-        os.pread(fd, _PAGE, 0)
-        if not cached_pages(fd):
-            text = "not here (Linux 6.5): files that are not cached are read through the page cache"
-            return "note", text
-    return "ok", "uncached files are recognised, and read past the page cache"
-
-
 def modes(ground: ProbeDirectory) -> Verdict:
     make_folder("private", dir_fd=ground.fd)
     ground.create("private/file")
@@ -209,20 +181,9 @@ def clock(ground: ProbeDirectory) -> Verdict:
     return "ok", text
 
 
-def hard_links(ground: ProbeDirectory) -> Verdict:
-    ground.create("one")
-    try:
-        os.link("one", "two", src_dir_fd=ground.fd, dst_dir_fd=ground.fd)
-    except OSError as problem:
-        text = f"not here ({problem.strerror}): namespace.json is renamed into place instead"
-        return "note", text
-    return "ok", "the first description of a namespace wins"
-
-
 PROBES: Final[Mapping[str, Callable[[ProbeDirectory], Verdict]]] = {
-    "file system": file_system, "publish": publish, "openat2": cached_open,
-    "RWF_NOWAIT": cached_read, "O_DIRECT": direct, "cachestat": cold, "permissions": modes,
-    "time stamps": stamps, "clock": clock, "hard links": hard_links,
+    "file system": file_system, "publish": publish, "openat2": cached_open, "permissions": modes,
+    "time stamps": stamps, "clock": clock,
 }  # fmt: skip
 """In the order of the report. Each may raise OSError."""
 

@@ -26,7 +26,6 @@ from vua.catalog.base import Demand, Verdict
 from vua.catalog.probes import PROBES, Mount, ProbeDirectory, mount_of
 from vua.core import VUA, VUAConfig
 from vua.errors import ConfigError
-from vua.io.posix import cached_pages
 from vua.security.settings import Security
 from vua.storage.mark import MARK, check_root, make_mark
 
@@ -219,15 +218,12 @@ class TestDoctor(DirectoryTest):
 
     def test_removed_after_failure(self) -> None:
         """A probe that fails is bad by itself; the rest is tried, and all is removed."""
-        with mock.patch("os.link", side_effect=RuntimeError), self.assertRaises(RuntimeError):
+        with mock.patch("os.replace", side_effect=RuntimeError), self.assertRaises(RuntimeError):
             run("doctor", self.root)
         self.assertEqual([], list(self.root.iterdir()))
-        with (
-            mock.patch("os.link", side_effect=OSError(errno.EPERM, "no links")),
-            mock.patch("os.replace", side_effect=OSError(errno.EIO, "broken")),
-        ):
+        with mock.patch("os.replace", side_effect=OSError(errno.EIO, "broken")):
             code, found = self.levels()
-        self.assertEqual((1, "bad", "note"), (code, found["publish"][0], found["hard links"][0]))
+        self.assertEqual((1, "bad"), (code, found["publish"][0]))
         self.assertIn("broken", found["publish"][1])
         self.assertEqual([], list(self.root.iterdir()))
 
@@ -280,14 +276,6 @@ class TestProbes(DirectoryTest):
         ):  # fmt: skip
             self.assertEqual(level, self.probe("file system", mount), mount)
 
-    def test_cold(self) -> None:
-        """Where the system does not tell cold files there is a note; else it is as it tells."""
-        with (self.root / "file").open("wb+") as file:
-            known = cached_pages(file.fileno()) is not None
-        self.assertEqual("ok" if known else "note", self.probe("cachestat"))
-        with mock.patch("vua.io.posix.LINUX64", new=False):
-            self.assertEqual("note", self.probe("cachestat"))
-
     def test_broken(self) -> None:
         """What is noticed where a system call does otherwise."""
         opened, made, change, stamped, now = os.open, os.mkdir, os.chmod, os.utime, time.time_ns
@@ -298,11 +286,6 @@ class TestProbes(DirectoryTest):
 
         def no_excl(path: str, flags: int, mode: int = 0o777, *, dir_fd: int | None = None) -> int:
             return opened(path, flags & ~os.O_EXCL, mode, dir_fd=dir_fd)
-
-        def no_direct(path: str, flags: int, *more: int, dir_fd: int | None = None) -> int:
-            if flags & os.O_DIRECT:
-                raise OSError(errno.EINVAL, "no")
-            return opened(path, flags, *more, dir_fd=dir_fd)
 
         def wide(path: str, mode: int, *, dir_fd: int | None = None) -> None:
             made(path, mode, dir_fd=dir_fd)
@@ -317,7 +300,6 @@ class TestProbes(DirectoryTest):
         rows: tuple[tuple[str, str, str, Callable[..., Any]], ...] = (
             ("publish", "bad", "os.replace", copy),
             ("publish", "bad", "os.open", no_excl),
-            ("O_DIRECT", "note", "os.open", no_direct),
             ("permissions", "bad", "os.mkdir", wide),
             ("permissions", "note", "os.geteuid", lambda: other),
             ("time stamps", "bad", "os.utime", rounded(10**9)),
@@ -327,6 +309,6 @@ class TestProbes(DirectoryTest):
         refused = mock.patch("os.chmod", side_effect=PermissionError(errno.EPERM, "refused"))
         for name, level, call, how in rows:
             with self.subTest(name, call=call), refused:
-                self.assertIn(self.probe(name), ("ok", "note") if name == "O_DIRECT" else ("ok",))
+                self.assertEqual("ok", self.probe(name))
                 with mock.patch(call, how):
                     self.assertEqual(level, self.probe(name))
