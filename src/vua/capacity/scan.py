@@ -13,6 +13,7 @@ from typing import Final, NamedTuple, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
+from vua.capacity.census import Tally
 from vua.capacity.spaces import Column, Space
 from vua.native import ChunkNames
 
@@ -110,6 +111,8 @@ class Sweep:
         self._found: list[Candidates] = []
         self.newest_ns = 0
         """The latest mtime of all."""
+        self.tally = Tally()
+        """What the fans that were read hold."""
         self.counts = {space.name: 0 for space in found}
         """How many chunks there are, by namespace, in the fans that were read."""
         self._todo: list[tuple[Space, list[str]]] = []
@@ -163,6 +166,7 @@ class Sweep:
 
     def _keep(self, space: Space, names: ChunkNames, mtimes_ns: Column, ranks: Column) -> None:
         self.counts[space.name] += len(names)
+        self.tally.add(space, names, mtimes_ns)
         self.newest_ns = max(self.newest_ns, int(mtimes_ns.max(initial=0)))
         at = np.flatnonzero(ranks <= self._limit)
         some = np.empty(len(at), CANDIDATE)

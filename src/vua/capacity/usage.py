@@ -19,6 +19,7 @@ from typing import Final, NamedTuple
 
 import numpy as np
 
+from vua.capacity.census import read_census
 from vua.capacity.limits import Limits, ResolvedLimits
 from vua.capacity.spaces import EXHAUSTED, GONE, Space, chunk_nbytes, fans_of, opened, spaces
 from vua.errors import ConfigError
@@ -265,7 +266,7 @@ class UsageEstimate:
             before, unseen = self.used_bytes, self._reserved_bytes
         try:
             limits = self._read_limits(warn)
-            usage = measure(self._root)
+            usage = self._counted(limits) or measure(self._root)
             used_bytes = usage.nbytes
             status = os.statvfs(self._root)
             self.is_unknown = False
@@ -292,6 +293,13 @@ class UsageEstimate:
             self._count_inodes(status)
             self._measured_at_s = time.monotonic()
             self._cost_s = self._measured_at_s - began_s
+
+    def _counted(self, limits: ResolvedLimits) -> Usage | None:
+        """Return what the census says, at the first look, if nothing need be deleted for that."""
+        rows = () if self._measured_at_s else read_census(self._root).values()
+        nbytes, chunks = sum(one.nbytes for one in rows), sum(one.chunks for one in rows)
+        is_roomy = nbytes < limits.max_bytes * (1 - _INTERVAL_SHARES[1])
+        return Usage(nbytes, chunks, exact=False) if chunks >= _COUNTED_NAMES and is_roomy else None
 
     def _read_limits(self, warn: Callable[[str, str], None]) -> ResolvedLimits:
         try:

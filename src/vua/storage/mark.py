@@ -133,7 +133,7 @@ def make_mark(root: str | os.PathLike[str], mode: int = 0o600) -> None:
 def _is_furniture(root: str | os.PathLike[str], name: str) -> bool:
     if name == UPKEEP:
         with contextlib.suppress(OSError):
-            ours = re.compile(f"lease|search|victims|done-|writers|clock|{USES}")
+            ours = re.compile(f"lease|search|victims|census|done-|writers|clock|{USES}")
             return all(ours.match(one) for one in os.listdir(Path(root) / UPKEEP))
         return False
     return name in (MARK, LIMITS_FILE) or _NO_CONTENT.fullmatch(name) is not None
