@@ -25,7 +25,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
-import math
 import os
 import random
 import shutil
@@ -72,26 +71,25 @@ NEW = 1 << 28
 INTERVAL_S = 1
 VUA = [sys.executable, "-m", "vua"]
 COMMANDS = {
-    "du": ["du", "{}", "--exact"],
-    "du --quick": ["du", "{}", "--quick"],
-    "ls": ["ls", "{}", "--exact"],
+    "du --exact": ["du", "{}", "--exact"],
+    "ls --exact": ["ls", "{}", "--exact"],
     "gc": ["gc", "{}", "--yes"],
+    "du": ["du", "{}"],
+    "ls": ["ls", "{}"],
     "gc --quick": ["gc", "{}", "--quick", "--yes"],
     "top --once": ["top", "{}", "--once", "--interval", f"{INTERVAL_S}s"],
     "events": ["events", "{}", "--json"],
     "verify --sample 1%": ["verify", "{}", "--sample", "1%"],
 }
-QUICK, TOP = "du --quick", "top --once"
-SAMPLED = (QUICK, "gc --quick")
+TOP = "top --once"
 SAMPLE: int = measure.__kwdefaults__["counted"]
-SIZED = 256
-"""Chunks whose size `vua.capacity.usage.measure` looks at."""
 FOLDERS = 256
 PAGE, MOST_PARTS = 1000, 6
 """A bucket's listing of 64 pages or more goes by parts of 16 pages, at most so many at a time."""
 KEPT_S = 30
 """An NFS client keeps a directory's attributes for so long at least: acdirmin in nfs(5)."""
 USE = "an engine: store, look up, load"
+SAMPLED = (USE, "gc --quick")
 WITHIN = 0.25
 """By so much a prediction may be wrong."""
 GOAL = 10**9
@@ -507,9 +505,7 @@ def looked_at(name: str, kind: str, chunks: float, measure: str) -> float:
     A few look at a sample: at so many names of a directory, in whole folders of 256. `gc --quick`
     then lists the rest, which takes time and few requests.
     """
-    if name not in SAMPLED or kind.startswith("bucket"):
-        return chunks
-    if name != QUICK and measure == "cpu_s":
+    if name not in SAMPLED or kind.startswith("bucket") or measure == "cpu_s":
         return chunks
     return min(chunks, max(SAMPLE, chunks / FOLDERS))
 
@@ -544,27 +540,12 @@ def line_of(
 
 
 def rpcs_by(name: str, costs: dict[str, dict[str, Any]], sizes: Sequence[int]) -> Line:
-    """Return the RPCs of a command on a mount of NFS, which three things make no line.
+    """Return the RPCs of a command on a mount of NFS, which is no line for `top`.
 
-    `du --quick` looks at whole folders until it has seen 131,072 names, and at the sizes of some
-    chunks, which cost it as much as each chunk costs `du`. An engine that starts does that, too,
-    and else the same at any size. A client asks again for each chunk that `top` saw in its first
-    look if that took longer than the client keeps attributes of directories.
+    A client asks again for each chunk that `top` saw in its first look if that took longer than the
+    client keeps attributes of directories.
     """
     points = [(n, float(costs[name][str(n)]["requests"])) for n in sizes]
-    if name == QUICK and "du" in costs:
-        sized = SIZED * fitted([(n, costs["du"][str(n)]["requests"]) for n in sizes])[1]
-
-        def seen(n: float) -> tuple[int, float]:
-            folders = min(FOLDERS, math.ceil(SAMPLE * FOLDERS / n))
-            return folders, n / FOLDERS
-
-        folder, chunk = fitted([(seen(n)[1], (y - sized) / seen(n)[0]) for n, y in points])
-        return lambda n: sized + seen(n)[0] * (folder + chunk * seen(n)[1])
-    if name == USE and QUICK in costs:
-        measures = rpcs_by(QUICK, costs, sizes)
-        rest = statistics.mean(y - costs[QUICK][str(n)]["requests"] for n, y in points)
-        return lambda n: rest + measures(n)
     if name == TOP:
         took_s = [(n, costs[name][str(n)]["wall_s"] - INTERVAL_S) for n in sizes]
         look_s = line_of(name, "nfs", took_s)

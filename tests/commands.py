@@ -6,12 +6,16 @@ import contextlib
 import io
 import json
 import re
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from helpers import ROOT, DirectoryTest, caches_of
+from vua.capacity.limits import ResolvedLimits
+from vua.capacity.removal import Collection
+from vua.catalog.collect import bring_within
 from vua.catalog.opening import open_catalog
 from vua.cli import main
 from vua.cli.ui.server import Files, overview
@@ -21,7 +25,7 @@ TOKENS = torch.arange(500, 512)
 PAGE = ROOT / "docs" / "commands.md"
 COMMANDS: list[list[str]] = [
     ["ls", "PLACE"], ["ls", "PLACE", "-l"],
-    ["ls", "PLACE", "--sort", "newest"], ["du", "PLACE"], ["du", "PLACE", "--quick"],
+    ["ls", "PLACE", "--sort", "newest"], ["du", "PLACE"], ["du", "PLACE", "--exact"],
     ["verify", "PLACE"], ["verify", "PLACE", "--sample", "10%"],
     ["top", "PLACE", "--once", "--interval", "0.01"], ["doctor", "PLACE"],
     ["explain", "PLACE", "--tokens", "TOKENS"],
@@ -53,6 +57,11 @@ def run_json(*arguments: str | Path) -> tuple[int, Any]:
     """Run the command with `--json`; return exit code and report."""
     code, out, _ = run(*arguments, "--json")
     return code, json.loads(out)
+
+
+def collect(root: str | Path, limits: ResolvedLimits, **more: Any) -> Collection:
+    """Bring a cache within limits."""
+    return bring_within(open_catalog(str(root)), lambda: asdict(limits), **more)
 
 
 def told(root: Path) -> str:

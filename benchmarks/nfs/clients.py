@@ -24,8 +24,9 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from scorecard.faults.world import ROOMY, World, WrongBytesError, layout_of
-from vua.capacity.gc import collect
-from vua.capacity.limits import Limits, ResolvedLimits
+from vua.capacity.limits import Limits
+from vua.catalog.collect import bring_within
+from vua.catalog.opening import open_catalog
 from vua.errors import StorageError, VUAError
 from vua.format.identity import Identity
 from vua.format.keys import ChunkKey, KeyChain
@@ -172,8 +173,9 @@ def across(a: Path, b: Path) -> None:
     seconds = time.monotonic() - began
     must("and a hit when a puts it again", found == "hit", f"{seconds:.1f} s later")
 
-    limits = ResolvedLimits.of(a, Limits(max_bytes=10 * 70000, min_free_bytes=0))
-    evicted = collect(a, limits).evicted.chunks
+    catalog = open_catalog(str(a))
+    given = Limits(max_bytes=10 * 70000, min_free_bytes=0)
+    evicted = bring_within(catalog, lambda: catalog.limits(given, catalog.bounds())).evicted.chunks
     after = Counter(two.look(number) for number in range(20))
     must("what a evicts is a miss for b, the rest is right", not after["WRONG"], (evicted, after))
     one.store.close()

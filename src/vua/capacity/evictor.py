@@ -36,7 +36,6 @@ from vua.capacity.lru import is_unchanged
 from vua.capacity.marks import is_unsent
 from vua.capacity.policy import LRU, RETAINED_RANK
 from vua.capacity.removal import (
-    GRACE_S,
     NOTHING,
     DeletionTotals,
     ImmovableError,
@@ -47,7 +46,7 @@ from vua.capacity.removal import (
     told_immovable,
 )
 from vua.capacity.scan import FUTURE_NS, Candidate, Candidates, Sweep, names_of
-from vua.capacity.spaces import Space, chunk_nbytes, spaces
+from vua.capacity.spaces import GRACE_S, Space, chunk_nbytes, spaces
 from vua.io.posix import closing_fd
 from vua.native.entries import Deletions, delete_chunks
 from vua.storage.description import is_unknown
@@ -190,9 +189,11 @@ class Evictor:
         seen_ns = _ANY_TIME_NS if is_set_back else now_ns
         victims = Victims(seen_ns, until_ns, sweep.victims())
         self._use(victims)
-        if self.shares and whole and sweep.chunks >= SHARED and not is_set_back:
+        if self._is_real and whole and sweep.chunks >= SHARED:
             with contextlib.suppress(OSError), closing_fd(upkeep_directory(self._root)) as fd:
-                tell_victims(fd, victims)
+                sweep.tally.write(fd)
+                if self.shares and not is_set_back:
+                    tell_victims(fd, victims)
         return not (whole and sweep.takes_all)
 
     def _use(self, victims: Victims) -> None:

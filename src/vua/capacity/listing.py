@@ -273,9 +273,9 @@ class Listing:
 
     # -- what a listing finds ---------------------------------------------------------------------
 
-    def add(self, name: str, path: str, nbytes: int, used_s: float) -> None:
+    def add(self, name: str, path: str, nbytes: int, used_ns: int) -> None:
         """Add an entry of a chunk."""
-        self._added.append((name, path.rpartition("/")[2], nbytes, int(used_s * 1e9)))
+        self._added.append((name, path.rpartition("/")[2], nbytes, used_ns))
         if len(self._added) >= _AT_ONCE:
             self._write()
 
@@ -328,21 +328,22 @@ class Listing:
         paths = [f"{chunk_path(name)}/{one}" for one in files.split("\n") if one]
         return ListedChunk(name, nbytes, used_ns, paths, before, [path for path, _ in marks], pins)
 
-    def all(self, where: str = "1", *values: object) -> Iterator[ListedChunk]:
-        """Yield the chunks for which an SQL expression holds, by name; some may go meanwhile."""
+    def parts(
+        self, many: int, where: str = "1", *values: object
+    ) -> Iterator[Sequence[ListedChunk]]:
+        """Yield the chunks for which an SQL expression holds, by name, so many at a time.
+
+        Some may go meanwhile.
+        """
         last = ""
-        more = f"{_CHUNK} WHERE name > ? AND ({where}) ORDER BY name LIMIT {_AT_ONCE}"
+        more = f"{_CHUNK} WHERE name > ? AND ({where}) ORDER BY name LIMIT {many}"
         while rows := self._base.execute(more, (last, *values)).fetchall():
-            yield from map(self._chunk, rows)
+            yield [*map(self._chunk, rows)]
             last = rows[-1][0]
 
-    def unread(self) -> Iterator[ListedChunk]:
-        """Yield the chunks of which is not known what precedes them."""
-        return self.all("before IS NULL")
-
-    def pinned(self, before_ns: int) -> Iterator[ListedChunk]:
+    def pinned(self, many: int, before_ns: int) -> Iterator[Sequence[ListedChunk]]:
         """Yield the chunks that pins hold, and that were last used before a time."""
-        return self.all("name IN (SELECT name FROM pinned) AND used_ns < ?", before_ns)
+        return self.parts(many, "name IN (SELECT name FROM pinned) AND used_ns < ?", before_ns)
 
     def names(self, digits: str = "") -> Iterator[tuple[str, int]]:
         """Yield the names of chunks that begin with some digits, and when each was used, in ns."""
@@ -391,15 +392,12 @@ class Listing:
     def befores(self, *, untold: bool = False) -> Iterator[tuple[str, str]]:
         """Yield chunks with the one that precedes each; ``untold``: if no object tells it."""
         where = "before IS NOT NULL AND NOT ifnull(told, 0)" if untold else "before IS NOT NULL"
-        return ((one.name, one.before or "") for one in self.all(where))
+        some = itertools.chain.from_iterable(self.parts(_AT_ONCE, where))
+        return ((one.name, one.before or "") for one in some)
 
     def _ask(self, query: str, values: Sequence[object] | dict[str, Any] = ()) -> Iterator[Any]:
         self._base.execute("CREATE INDEX IF NOT EXISTS following ON chunks (before)")
         return iter(self._base.execute(query, values))
-
-    def children(self, chunk: str) -> list[str]:
-        """Return the chunks that follow one; for "" those that begin prompts."""
-        return [name for (name,) in self._ask("SELECT name FROM chunks WHERE before = ?", (chunk,))]
 
     def firsts(self) -> Iterator[tuple[str, str]]:
         """Yield the first chunks of prompts, each with the digest of its extras (hex), or ""."""
@@ -419,27 +417,6 @@ class Listing:
         """Yield all chunks whose whole prefix is stored, parents before children."""
         for (name,) in self._ask("SELECT name FROM reached ORDER BY depth, name"):
             yield name
-
-    def salts_over(self, most: int) -> list[tuple[str, int]]:
-        """Return the digests of salts whose chunks have more than ``most`` bytes, with these.
-
-        A chunk's salt is that of its prompt's first chunk.
-        """
-        return list(
-            self._ask(
-                "SELECT salted.salt, sum(nbytes) AS total FROM salted CROSS JOIN chunks "
-                "USING (name) GROUP BY salted.salt HAVING total > ? ORDER BY salted.salt",
-                (most,),
-            )
-        )
-
-    def of_salt(self, salt: str) -> Iterator[tuple[str, int]]:
-        """Yield the chunks of a salt, and when each was used, in ns, the oldest first."""
-        return self._ask(
-            "SELECT name, used_ns FROM salted CROSS JOIN chunks USING (name) "
-            "WHERE salted.salt = ? ORDER BY used_ns, name",
-            (salt,),
-        )
 
     def others(self, before: str, but: str) -> Continuations:
         """Count the chunks that follow one ("": what begins prompts) in place of another."""
@@ -547,10 +524,42 @@ class Listing:
         for place, name in enumerate(self.below(chunk, leaves_first=True)):
             self.doom(name, place)
 
+    def doom_orphans(self) -> None:
+        """Note to delete what no lookup can reach, those nearest to the gap first, but for pins."""
+        place = itertools.count()
+        for orphan in self.orphans():
+            for name in self.below(orphan):
+                self.doom(name, next(place))
+        self.spare_pinned()
+
+    def doom_over(self, most: int) -> None:
+        """Note to delete what a salt has more than ``most`` bytes, the oldest first.
+
+        A chunk's salt is that of its prompt's first chunk. Pinned chunks stay, and count.
+        """
+        place = itertools.count()
+        query = (
+            "SELECT salted.salt, sum(nbytes) AS total FROM salted CROSS JOIN chunks "
+            "USING (name) GROUP BY salted.salt HAVING total > ?"
+        )
+        for salt, total in list(self._ask(query, (most,))):
+            excess = total - most
+            rows = self._ask(
+                "SELECT name, nbytes FROM salted CROSS JOIN chunks USING (name) WHERE "
+                "salted.salt = ? AND name NOT IN (SELECT name FROM pinned) ORDER BY used_ns, name",
+                (salt,),
+            )
+            for name, nbytes in rows:
+                if excess <= 0:
+                    break
+                self.doom(name, next(place))
+                excess -= nbytes
+
     def spare_pinned(self) -> int:
         """Delete no chunk that a pin holds; return how many stay for that."""
         held = self._base.execute(
-            "UPDATE chunks SET goes = NULL WHERE goes >= 0 AND name IN (SELECT name FROM pinned)"
+            "UPDATE chunks SET goes = NULL "
+            "WHERE goes IS NOT NULL AND name IN (SELECT name FROM pinned)"
         )
         return int(held.rowcount)
 
@@ -558,10 +567,6 @@ class Listing:
         """Yield them in order."""
         query = "SELECT name FROM chunks WHERE goes IS NOT NULL ORDER BY goes, name"
         return (name for (name,) in self._base.execute(query))
-
-    def is_doomed(self, chunk: str) -> bool:
-        query = "SELECT 1 FROM chunks WHERE name = ? AND goes IS NOT NULL"
-        return self._base.execute(query, (chunk,)).fetchone() is not None
 
 
 def _only_in(one: Iterator[R], other: Iterator[R]) -> Iterator[R]:
@@ -571,13 +576,6 @@ def _only_in(one: Iterator[R], other: Iterator[R]) -> Iterator[R]:
             there = next(other, None)
         if there != here:
             yield here
-
-
-def parts(chunks: Iterable[ListedChunk], many: int) -> Iterator[list[ListedChunk]]:
-    """Yield chunks so many at a time."""
-    rest = iter(chunks)
-    while some := list(itertools.islice(rest, many)):
-        yield some
 
 
 # -- of a directory -------------------------------------------------------------------------------
@@ -597,16 +595,18 @@ def read_listing(
     of the time), and their pins are left out. Without ``headers`` it is not known which chunk
     precedes which. Given ``fans``, those in other fan-out directories are left out.
     """
-    found, fans = Listing(), fans_of(space) if fans is None else [*fans]
-    if known is None:
-        parts_of = over_fans(partial(_part_of, space, headers=headers), space, fans)
-    else:
-        parts_of = (_part_of(space, fan, known.nodes(fan)) for fan in fans)
+    found, work = Listing(), partial(_part_of, space, headers=headers)
+    every = fans_of(space) if fans is None else [*fans]
+    parts_of: Iterator[_Part] = map(work, every)
+    if known is not None:
+        parts_of = (_part_of(space, fan, known.nodes(fan)) for fan in every)
+    elif fans is None:
+        parts_of = over_fans(work, space, every)
     count = 0
     for done, part in enumerate(parts_of, 1):
         found.add_part(part)
         count += len(part.rows)
-        show(space.name[:12], done, len(fans), amount=count, unit="chunk")
+        show(space.name[:12], done, len(every), amount=count, unit="chunk")
     return found
 
 

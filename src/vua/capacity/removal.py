@@ -14,14 +14,14 @@ import os
 import re
 import secrets
 import stat
-import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final, NamedTuple
 
 from vua.capacity import marks
-from vua.capacity.lru import got_child, mtime_ns_of, server_now_ns
+from vua.capacity.lru import got_child, mtime_ns_of
 from vua.capacity.spaces import (
+    GRACE_S,
     TRASH,
     Space,
     chunk_nbytes,
@@ -52,8 +52,6 @@ from vua.storage.names import (
     is_temporary,
 )
 
-GRACE_S: Final = 3600.0
-"""Temporary files older than this were left by a crash: no writer takes so long for a file."""
 _DIRECTORY: Final = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
@@ -232,10 +230,8 @@ class Remover:
         self.immovable: dict[tuple[str, str], OSError] = {}
         """Chunks, as (namespace, chunk), that could be neither moved nor deleted, and why."""
         self._gone: set[tuple[str, str]] = set()
-
-    def now_ns(self, directory: int | None) -> int:
-        """Return the server's time; that needs a write, so a rehearsal uses this host's."""
-        return time.time_ns() if directory is None else server_now_ns(directory)
+        self.now_ns = 0
+        """The server's time as the pass began."""
 
     def evict_chunk(
         self, space: Space, chunk: str, *, pinned: bool = False, mtime_ns: int | None = None
@@ -291,11 +287,11 @@ class Remover:
             with contextlib.suppress(OSError):
                 os.rmdir(path, dir_fd=parent)
 
-    def namespace(self, root: int, name: str, now_ns: int) -> bool:
+    def namespace(self, root: int, name: str) -> bool:
         """Delete a namespace that has been empty for a while."""
         if self.rehearse:
             return False
-        return drop_empty(root, name, now_ns - int(GRACE_S * 1e9), now_ns)
+        return drop_empty(root, name, self.now_ns - int(GRACE_S * 1e9), self.now_ns)
 
 
 def told_immovable(found: Mapping[tuple[str, str], OSError]) -> str:

@@ -1,9 +1,10 @@
 """A cache as its operator sees it: its content, its size, and what may be done to it.
 
-Every command of `vua` uses a :class:`Catalog` and does not know where the cache is. There is one
-for directories (:mod:`vua.catalog.directory`), one for buckets (:mod:`vua.catalog.bucket`), and one
-for any storage that can list its entries (:mod:`vua.catalog.listed`). A new kind of storage derives
-from the last one and is registered by :func:`vua.catalog.opening.register`.
+Every command of `vua` uses a :class:`Catalog` and does not know where the cache is. What a kind of
+place does by itself is abstract here, and all else is written once: for directories
+(:mod:`vua.catalog.directory`), buckets (:mod:`vua.catalog.bucket`), and any storage that can list
+its entries (:mod:`vua.catalog.stored`). A new kind is registered by
+:func:`vua.catalog.opening.register`.
 
 Engines may write and delete meanwhile: a file that vanishes is skipped.
 """
@@ -11,59 +12,46 @@ Engines may write and delete meanwhile: a file that vanishes is skipped.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import math
 import re
 import time
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, Final, Literal, TypeAlias, TypeVar
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any, Final, Literal, TypeAlias, TypeVar
 
-from vua.capacity.limits import Limits
-from vua.capacity.listing import ListedChunk, Listing
-from vua.capacity.removal import Collection
-from vua.capacity.spaces import Show
-from vua.catalog.check import OpenFile, Verification
-from vua.catalog.contents import SHORT, Content
+from vua.capacity.limits import Limits, nbytes_of
+from vua.capacity.spaces import Show, silent
+from vua.catalog.contents import SHORT, Content, Entries, Item
 from vua.errors import ConfigError, explaining
-from vua.format.layout import KVLayout
-from vua.io.words import counted, size
-from vua.security.keyring import KnownKeys
+from vua.io.words import size
 from vua.security.settings import Security
 from vua.storage.description import DESCRIPTION, Description
 from vua.storage.location import Location
-from vua.store.evidence import settled
+from vua.storage.names import AFTER
+
+if TYPE_CHECKING:
+    from vua.capacity.listing import ListedChunk, Listing
+    from vua.capacity.removal import Collection
+    from vua.catalog.check import OpenFile, Verification
+    from vua.format.layout import KVLayout
+    from vua.format.parse import EntryInfo
+    from vua.security.keyring import KnownKeys
 
 MAX_FILE_NBYTES: Final = 4 << 30
 """Largest file of a chunk; one that claims to be larger is not read."""
 _NAME: Final = re.compile(r"[0-9a-f]{6,64}")
+_MARK: Final = re.compile(r"[0-9a-f]{2}/([0-9a-f]{64})/(after|pin)-([0-9a-f]{64})")
+_AT_ONCE: Final = 256
+"""Chunks whose headers are read between two progress reports."""
 
 Level: TypeAlias = Literal["ok", "note", "bad"]
 Ask: TypeAlias = Callable[[str], None]
 """Asks the operator whether to continue. Raises ConfigError if the answer is no."""
 T = TypeVar("T")
-
-
-@dataclass(frozen=True, slots=True)
-class NamespaceUse:
-    """The space that a namespace takes."""
-
-    namespace: str
-    chunks: int
-    nbytes: int
-    """Bytes of its entries, and of what is in quarantine."""
-    exact: bool
-    """Whether all chunks were looked at, not a sample."""
-    pinned: int | None
-    """Chunks held by pins; None if it is not known."""
-    quarantine: int
-    """Bytes of damaged files in quarantine."""
-    leftovers: int
-    """Bytes left by a crash."""
-    oldest_ns: int | None
-    """Last use of the least recently used chunk (in a bucket: its last write or renewal)."""
-    newest_ns: int | None
+R = TypeVar("R")
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,8 +61,8 @@ class Use:
     chunks: int
     nbytes: int
     exact: bool
-    """Whether everything was counted, not estimated from a sample."""
-    namespaces: Sequence[NamespaceUse]
+    """Whether everything was counted just now."""
+    namespaces: Sequence[Content]
     bounds: Limits
     """The content of ``bounds.json``."""
     limits: Mapping[str, float | None]
@@ -104,6 +92,10 @@ class Removal:
     left: str = ""
     """A message about chunks that can be neither moved nor deleted."""
     strays: Sequence[str] = ()
+
+    def count(self, chunks: Sequence[ListedChunk]) -> None:
+        self.chunks += len(chunks)
+        self.nbytes += sum(one.nbytes for one in chunks)
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,6 +173,8 @@ class Look:
     """With which two digits the names of a sample begin; None for all."""
     scale: float
     """So many chunks stand for each one in :attr:`chunks`; so it is with those that follow."""
+    whole: Content | None
+    """All chunks, if :attr:`chunks` is a sample."""
     new: int = 0
     """Since the look before; also :attr:`used` and :attr:`gone`."""
     used: int = 0
@@ -189,14 +183,78 @@ class Look:
     """First chunks per prefix of their salt's digest, if the namespace is small."""
 
 
-class NamespaceCatalog(ABC):
-    """The chunks of one namespace."""
+def one_by_one(work: Callable[[T], R], items: Sequence[T]) -> list[R]:
+    """Call ``work`` for each; a place that answers slowly does it concurrently."""
+    return [work(one) for one in items]
 
-    name: str
-    stated: Description
-    """Its description as it is, without a look at headers."""
-    salted_most = 4096
+
+class NamespaceCatalog(ABC):
+    """The chunks of one namespace, listed at first use."""
+
+    salted_most = 256
     """Of at most so many chunks a look has the salts: that needs a header of each."""
+    order_costs = True
+    """Whether to read headers costs more than a listing."""
+    deleted_most = 1 << 14
+    """Chunks that are deleted by one call of :meth:`erase`, and looked at again before it."""
+    rehearses = False
+    """Whether :meth:`erase` itself knows of a dry run."""
+    each = staticmethod(one_by_one)
+
+    def __init__(self, stated: Description, show: Show = silent) -> None:
+        """Take its description as it is, without a look at headers."""
+        self.stated, self.name, self._show = stated, stated.name, show
+        self._chunks: Listing | None = None
+        self._beside: list[Item] = []
+        self.strays: list[str] = []
+        """Paths of files that are not VUA's, as far as it was listed."""
+
+    # -- what a kind of place does ----------------------------------------------------------------
+
+    @property
+    @abstractmethod
+    def state(self) -> str:
+        """The state of ``namespace.json``: ``ok``, ``missing``, ``damaged``, or ``unknown``.
+
+        Another version of VUA has written an unknown one.
+        """
+
+    @abstractmethod
+    def items(self) -> Iterator[Item]:
+        """List all files but the description, by path. Raises OSError."""
+
+    @abstractmethod
+    def header(self, path: str) -> EntryInfo | None:
+        """Read an entry's header; None if it is unreadable or unsound."""
+
+    @abstractmethod
+    def opened(self, path: str) -> contextlib.AbstractContextManager[OpenFile]:
+        """Return a file, open for reading, by its path in the namespace. Raises OSError."""
+
+    @abstractmethod
+    def checked(
+        self, keys: KnownKeys, share: float, *, repair: bool
+    ) -> Iterator[tuple[int, Verification]]:
+        """Check the parts of a namespace; also yield how many there are, 0 if that is not known."""
+
+    @abstractmethod
+    def pin(self, chunk: str, *, on: bool = True) -> int:
+        """Pin a chunk and its prefix, or undo that; return how many chunks are held, or were."""
+
+    @abstractmethod
+    def erase(self, chunks: Sequence[ListedChunk], done: Removal) -> None:
+        """Delete chunks with their marks, in this order, and add them to ``done``."""
+
+    def drop(self, done: Removal) -> None:  # noqa: B027 - a place may have nothing else
+        """Delete what else is VUA's in a namespace without chunks."""
+
+    def note_befores(self) -> None:  # noqa: B027 - most places tell the order by headers
+        """Write down what headers told about the order of chunks, for the next time."""
+
+    def renew(self, chunks: Sequence[ListedChunk]) -> None:  # noqa: B027 - few do
+        """Set the time of chunks to now, if something else deletes by times."""
+
+    # -- what is in it ----------------------------------------------------------------------------
 
     @property
     def is_ours(self) -> bool:
@@ -205,102 +263,192 @@ class NamespaceCatalog(ABC):
 
     @property
     def description(self) -> Description:
-        """The namespace's description."""
+        """Its description, with some headers that confirm it where they cost little."""
         return self.stated
 
     @property
     def layouts(self) -> tuple[KVLayout, ...]:
         """One per group of layers, as its entries' headers confirm them; () if unknown."""
+        from vua.store.evidence import settled  # noqa: PLC0415 - `ls` goes without
+
         return settled(self.stated).layouts
 
-    # -- reading ----------------------------------------------------------------------------------
+    @property
+    def chunks(self) -> Listing:
+        """All chunks that have an entry, with or without their order. Raises OSError."""
+        if self._chunks is None:
+            self._chunks = self._listed()
+        return self._chunks
 
-    @abstractmethod
-    def matching(self, digits: str) -> list[str]:
-        """Return the chunks whose names begin with ``digits``, sorted."""
+    @property
+    def beside(self) -> list[Item]:
+        """VUA's other files: marks without a chunk, times to live, damaged and copied files."""
+        self._chunks = self.chunks
+        return self._beside
 
-    @abstractmethod
-    def listed(self, chunk: str) -> list[str]:
-        """Return the names in a chunk's folder, sorted."""
+    def _listed(self) -> Listing:
+        from vua.capacity.listing import Listing  # noqa: PLC0415 - `ls` goes without
 
-    @abstractmethod
-    def opened(self, path: str) -> contextlib.AbstractContextManager[OpenFile]:
-        """Return a file, open for reading, by its path in the namespace. Raises OSError."""
+        found, entries = Listing(), 0
+        for item in self.items():
+            if item.kind == "entry":
+                found.add(item.chunk, item.path, item.nbytes, item.used_ns)
+                entries += 1
+                if entries % 1000 == 0:
+                    self._show(self.name[:SHORT], amount=entries, unit="object")
+            elif item.kind == "stray":
+                self.strays.append(item.path)
+            elif match := _MARK.fullmatch(item.path):
+                told = {"before" if f"{match[2]}-" == AFTER else "pin": match[3]}
+                found.mark(match[1], item.path, **told)
+            else:
+                self._beside.append(item)
+        self._beside += [Item(path, "mark") for path in found.end()]
+        return found
+
+    def content(self, show: Show, *, long: bool = False, exact: bool = True) -> Content:
+        """Count the content; else of very many chunks as it was counted last. Raises OSError."""
+        del show, exact
+        content = Content(self.stated, self.state, entries=Entries())
+        for _, items in itertools.groupby(self.items(), lambda one: one.path[:2]):
+            content.add(content.counted(items, long=long))
+        return content
+
+    def names(self, show: Show, fans: Sequence[str] | None = None) -> Listing:
+        """List chunks, or those that begin with such digits, with or without their order.
+
+        Raises OSError.
+        """
+        del show, fans
+        return self.chunks
+
+    def sample(self) -> Sequence[str] | None:
+        """Return with which two digits the names of some thousand chunks begin; None: list all."""
+        return None
 
     def look(self, show: Show, past: Look | None = None) -> Look:
         """Return the current names, times and sizes, and what changed since ``past``.
 
         Raises OSError.
         """
-        fans, many = self.fans()
-        some = None if many == len(fans) else fans[:many]
-        if past is not None and past.fans is not None:  # then a change is one of the same sample
-            some = past.fans
+        some = self.sample() if past is None else past.fans  # a change is one of the same sample
         chunks = self.names(show, some)
-        scale = 1.0 if some is None else len(fans) / len(some)
-        found = Look(self.name, self.stated.model, chunks, some, scale)
+        scale, whole = (
+            (1.0, None) if some is None else (256 / len(some), self.content(show, exact=False))
+        )
+        found = Look(self.name, self.stated.model, chunks, some, scale, whole)
         if past is not None:
             found.new, found.used, found.gone = chunks.changes(past.chunks, some)
         if past is not None and not (found.new or found.gone):
             found.salts = past.salts
         elif some is None and len(chunks) <= self.salted_most:
-            found.salts = Counter(one[:SHORT] or "-" for one in self.salts(show))
+            found.salts = Counter(salt[:SHORT] or "-" for _, salt in self.firsts(show))
         return found
 
-    def fans(self) -> tuple[Sequence[str], int]:
-        """Return with which two digits names begin, and how many of these are a fair sample."""
-        return (), 0
+    def matching(self, digits: str) -> list[str]:
+        """Return the chunks whose names begin with ``digits``, sorted."""
+        return [name for name, _ in self.chunks.names(digits)]
 
-    @abstractmethod
-    def salts(self, show: Show) -> Iterable[str]:
-        """Read the salts (the digest, hex; "": none) of the chunks that begin a prompt."""
-
-    def use(self, show: Show, *, exact: bool = True) -> NamespaceUse:
-        """Count the space that the namespace takes; else of very many chunks a sample.
-
-        Raises OSError.
-        """
-        (fans, many), (quarantine, leftovers) = self.fans(), self.other_nbytes()
-        exact |= many == len(fans)
-        total = self.names(show, None if exact else fans[:many]).totals()
-        chunks, nbytes = total.chunks, total.nbytes
-        if not exact:
-            chunks, nbytes = (round(one * len(fans) / many) for one in (chunks, nbytes))
-        return NamespaceUse(
-            *(self.name, chunks, nbytes + quarantine, exact, total.pinned if exact else None),
-            *(quarantine, leftovers, total.oldest_ns, total.newest_ns),
-        )
-
-    @abstractmethod
-    def names(self, show: Show, fans: Sequence[str] | None = None) -> Listing:
-        """List chunks, or those that begin with such digits, with or without their order.
-
-        Raises OSError.
-        """
-
-    @abstractmethod
-    def other_nbytes(self) -> tuple[int, int]:
-        """Return the bytes in quarantine, and those left by a crash."""
+    def listed(self, chunk: str) -> list[str]:
+        """Return the names in a chunk's folder, sorted."""
+        one = self.chunks.get(chunk)
+        paths = () if one is None else (*one.paths, *one.marks)
+        return sorted({path.rpartition("/")[2] for path in paths})
 
     # -- who follows whom -------------------------------------------------------------------------
 
-    @abstractmethod
     def listing(self, show: Show, past: Listing | None = None) -> Listing:
         """List chunks with their order; given the ``past`` result, only new chunks are read."""
+        if past is not None:
+            self.chunks.tell_befores(past.befores())
+        count, done = len(self.chunks), 0
+        for some in self.chunks.parts(_AT_ONCE, "before IS NULL"):
+            show(f"{self.name[:SHORT]}: reading headers", done, count)
+            self.chunks.tell_befores(self.each(self._read_before, some))
+            done += len(some)
+        return self.chunks
 
-    @abstractmethod
+    def _read_before(self, chunk: ListedChunk) -> tuple[str, str]:
+        info = self.header(chunk.paths[0])
+        return chunk.name, (info.parent or "") if info is not None and info.start else ""
+
+    def firsts(self, show: Show) -> Iterable[tuple[str, str]]:
+        """Return the chunks that begin a prompt, with their salt (the digest, hex; "": none)."""
+        listing = self.listing(show)
+        for some in listing.parts(_AT_ONCE, "before = ''"):
+            infos = self.each(lambda one: self.header(one.paths[0]), some)
+            yield from (
+                (one.name, "" if info is None else info.parent)
+                for one, info in zip(some, infos, strict=True)
+            )
+
     def ancestors(self, chunk: str) -> Iterator[str]:
         """Yield a chunk and those before it, up to the first one or a gap."""
+        seen: set[str] = set()
+        while (one := self.chunks.get(chunk)) is not None and chunk not in seen:
+            yield chunk
+            seen.add(chunk)
+            if one.before is None:
+                self.chunks.tell_befores([self._read_before(one)])
+                one = self.chunks.get(chunk)
+            chunk = "" if one is None else one.before or ""
 
-    # -- pins -------------------------------------------------------------------------------------
+    # -- what may be done to it -------------------------------------------------------------------
 
-    @abstractmethod
-    def pin(self, chunk: str) -> int:
-        """Pin a chunk and its prefix; return how many chunks are held."""
+    def delete(
+        self, chunks: Iterable[ListedChunk], done: Removal, *, dry_run: bool = False
+    ) -> None:
+        """Delete chunks with their marks, in this order; ``done`` says what was, or would be."""
+        rest = iter(chunks)
+        while some := list(itertools.islice(rest, self.deleted_most)):
+            if dry_run and not self.rehearses:
+                done.count(some)
+            else:
+                self.erase(some, done)
 
-    @abstractmethod
-    def unpin(self, chunk: str) -> int:
-        """Undo :meth:`pin`; return how many chunks are released."""
+    def settle(self, listing: Listing) -> tuple[int, int]:
+        """Delete remains of a crash in chunks' folders; return how many, and their bytes."""
+        del listing
+        return 0, 0
+
+    def is_orphan(self, chunk: ListedChunk) -> bool:
+        """Whether the chunk before a listed one still is not there."""
+        del chunk
+        return True
+
+    def is_unused(self, chunk: ListedChunk) -> bool:
+        """Whether a chunk was not used since it was listed."""
+        del chunk
+        return True
+
+    def sealed_with(self, chunk: ListedChunk) -> set[str]:
+        """Return the ids of the keys that seal a chunk's entries: "" if unsealed or unreadable."""
+        infos = [self.header(path) for path in chunk.paths]
+        return {one.seal_info.key_id if one is not None and one.kind else "" for one in infos}
+
+    def quarantined(self) -> int:
+        """Return the bytes in quarantine."""
+        return sum(one.nbytes for one in self.beside if one.kind == "quarantined")
+
+    def verify(self, keys: KnownKeys, share: float, show: Show, *, repair: bool) -> Verification:
+        """Read and check a random ``share`` of the entries; ``repair`` quarantines damaged ones."""
+        from vua.catalog.check import Verification  # noqa: PLC0415 - `ls` goes without
+
+        result = Verification(self.stated, self.state)
+        if result.state == "unknown":
+            return result
+        for number, (total, part) in enumerate(self.checked(keys, share, repair=repair), 1):
+            result.join(part)
+            show(self.name[:SHORT], number, total, amount=result.nbytes)
+        if result.state == self.state == "missing" and result.counts:
+            reason = (
+                "missing: the next save writes it; entries' headers say what is needed meanwhile"
+            )
+            result.problems.append((DESCRIPTION, "error", reason))
+        if wrong := result.wrong_description():
+            reason = f"{wrong}; the next save writes it anew"
+            result.problems.append((DESCRIPTION, "corrupt", reason))
+        return result
 
 
 class Catalog(ABC):
@@ -308,87 +456,39 @@ class Catalog(ABC):
 
     look_s: float | None = None
     """Least seconds between two looks, if a look costs money."""
-    keeps_own_ttls = True
+    keeps_own_ttls = False
     """Whether per-chunk times to live are applied."""
 
     def __init__(self, where: str, place: Location) -> None:
         self.where, self.place = where, place
 
-    # -- what it is -------------------------------------------------------------------------------
+    # -- what a kind of place does ----------------------------------------------------------------
 
     @property
     def counts(self) -> Mapping[str, int]:
         """Requests that this process sent, by kind; empty for a directory."""
         return {}
 
-    @abstractmethod
     def is_local(self) -> bool:
         """Whether only this machine reaches the cache; False when in doubt."""
-
-    # -- what lies in it --------------------------------------------------------------------------
-
-    @abstractmethod
-    def contents(self) -> tuple[list[Description], list[str]]:
-        """Return the namespaces' descriptions, and the names of everything else."""
+        return False
 
     def is_foreign(self) -> bool:
         """Whether a directory or prefix without a namespace is clearly not VUA's."""
         return False
 
     @abstractmethod
-    def state(self, description: Description) -> str:
-        """Return the state of ``namespace.json``: ``ok``, ``missing``, ``damaged``, or ``unknown``.
-
-        Another version of VUA has written an unknown one.
-        """
-
-    @abstractmethod
-    def content(
-        self, description: Description, show: Show, *, long: bool = False, exact: bool = True
-    ) -> Content:
-        """Count the content of a namespace; else of very many chunks a sample. Raises OSError."""
+    def contents(self) -> tuple[list[Description], list[str]]:
+        """Return the namespaces' descriptions, and the names of everything else."""
 
     @abstractmethod
     def namespaces(
         self, show: Show
-    ) -> contextlib.AbstractContextManager[tuple[Sequence[NamespaceCatalog], Sequence[str]]]:
-        """Return a context with VUA's namespaces, and the names of everything else.
+    ) -> contextlib.AbstractContextManager[tuple[Sequence[Any], Sequence[str]]]:
+        """Return a context with all namespaces, and the names of everything else.
 
         Raises OSError.
         """
-
-    def listing(self, description: Description, show: Show) -> Listing | None:
-        """List a namespace's chunks with their order; None if that costs a request per chunk."""
-        del description, show
-        return None
-
-    def use(self, show: Show, *, exact: bool = True) -> Use:
-        """Count the space that is taken; else of very many chunks a sample.
-
-        Raises OSError, ConfigError.
-        """
-        with explaining(self.where), self.namespaces(show) as (found, strays):
-            rows, bounds = [one.use(show, exact=exact) for one in found], self.bounds()
-            return Use(
-                sum(one.chunks for one in rows),
-                sum(one.nbytes for one in rows),
-                exact=all(one.exact for one in rows),
-                namespaces=rows,
-                bounds=bounds,
-                limits=self.limits_of(bounds),
-                free_nbytes=self.free_nbytes(),
-                strays=strays,
-            )
-
-    def free_nbytes(self) -> int | None:
-        """Return the free bytes of the disk; None if only money limits the space."""
-        return None
-
-    def quick_use(self) -> Use | None:
-        """Estimate it; None if counting costs no more. Raises OSError, ConfigError."""
-        return None
-
-    # -- what may be done to it -------------------------------------------------------------------
 
     @abstractmethod
     def claim(self) -> None:
@@ -401,127 +501,30 @@ class Catalog(ABC):
     def bounds(self) -> Limits:
         """Return the content of ``bounds.json``. Raises ConfigError for an unusable one."""
 
-    def limits(self) -> Mapping[str, float | None]:
-        """Return the limits in force, as :attr:`Use.limits`."""
-        return self.limits_of(self.bounds())
-
     @abstractmethod
-    def limits_of(self, bounds: Limits) -> Mapping[str, float | None]:
-        """Return the limits in force with these in ``bounds.json``."""
+    def write_bounds(self, bounds: Limits) -> None:
+        """Replace ``bounds.json``. Raises StorageError."""
 
-    @abstractmethod
-    def keep(self, news: Mapping[str, object]) -> None:
-        """Write these limits into ``bounds.json``; limits that are not named stay."""
+    def free_nbytes(self) -> int | None:
+        """Return the free bytes of the disk; None if only money limits the space."""
+        return None
 
     def own_ttls(self) -> int:
         """Return how many chunks have their own time to live."""
         return 0
 
-    @abstractmethod
-    def collect(
-        self, given: Limits, *, keep: bool = False, quick: bool = False,
-        lost: Callable[[], frozenset[str]] | None = None, dry_run: bool = False,
-        ask: Ask, show: Show,
-    ) -> Collection:  # fmt: skip
-        """Bring the cache within its limits and sweep it.
-
-        Args:
-            given: limits beside those of ``bounds.json``; with ``keep`` they are written there.
-            keep: see ``given``.
-            quick: skip what needs a header of each chunk.
-            lost: returns the ids of all keys that are not lost; chunks sealed with other keys are
-                deleted.
-            dry_run: change nothing, and report what would be deleted.
-            ask: asks before much is deleted.
-            show: reports progress.
-        """
-
-    def remove(
-        self, names: Sequence[str], *, force: bool, dry_run: bool, ask: Ask, show: Show
-    ) -> Removal:
-        """Delete chunks with all that follow them, leaves first, or namespaces.
-
-        Args:
-            names: first digits of names; none for all namespaces.
-            force: also pinned chunks.
-            dry_run: change nothing, and report what would be deleted.
-            ask: asks before anything is deleted.
-            show: reports progress.
-        """
-        whole, some = list[NamespaceCatalog](), dict[NamespaceCatalog, Listing]()
-        with explaining(self.where), self.namespaces(show) as (found, strays):
-            done, picked = Removal(strays=strays), [resolve(found, one) for one in names]
-            picked = picked or [(one, "") for one in found if one.is_ours]
-            for space, chunk in sorted(picked, key=lambda one: one[1]):  # namespaces come first
-                if not (chunk or space.is_ours):
-                    raise ConfigError(f"{space.name} is not a namespace of VUA, it stays unchanged")
-                if space in whole:
-                    continue
-                if space not in some:
-                    some[space] = space.listing(show) if chunk else space.names(show)
-                total = some[space].totals()
-                if chunk or (total.pinned and not force):
-                    some[space].doom_below(chunk)
-                    continue
-                whole.append(space)
-                del some[space]
-                done.chunks += total.chunks
-                done.nbytes += total.nbytes + space.other_nbytes()[0]
-            for listing in some.values():
-                done.kept += 0 if force else listing.spare_pinned()
-                total = listing.totals(doomed=True)
-                done.chunks += total.chunks
-                done.nbytes += total.nbytes
-            if (done.chunks or whole) and not dry_run:
-                part = counted(len(whole), "namespace") if whole else "chunks"
-                text = f"{counted(done.chunks, 'chunk')}, {size(done.nbytes)}"
-                ask(f"Delete {part if names else 'everything'} in {self.where} ({text})?")
-            if not dry_run:
-                self.delete(doomed(some, show), whole, done)
-        return done
-
-    @abstractmethod
-    def delete(
-        self, chunks: Iterable[tuple[Any, ListedChunk]], whole: Sequence[Any], done: Removal
-    ) -> None:
-        """Delete chunks, in this order, each with its namespace; and ``whole`` namespaces.
-
-        ``done`` says what all of it is; that is corrected to what was deleted.
-        """
-
     def pins_may_hold(self) -> int | None:
         """Return how many bytes of pinned chunks stay when space is needed; None for all."""
         return None
 
-    # -- whether it is sound ----------------------------------------------------------------------
+    def stored_nbytes(self, found: Sequence[Any]) -> int:
+        """Return how many bytes are stored, about."""
+        return sum(one.chunks.totals().nbytes for one in found)
 
-    def verify(
-        self, description: Description, keys: KnownKeys, share: float, show: Show, *, repair: bool
-    ) -> Verification:
-        """Read and check a random ``share`` of a namespace's entries.
-
-        With ``repair`` damaged ones are quarantined.
-        """
-        result = Verification(description, self.state(description))
-        parts = self.checked(description, keys, share, repair=repair)
-        for number, (total, part) in enumerate(parts, 1):
-            result.join(part)
-            show(description.name[:SHORT], number, total, amount=result.nbytes)
-        if result.state == self.state(description) == "missing" and result.counts:
-            reason = (
-                "missing: the next save writes it; entries' headers say what is needed meanwhile"
-            )
-            result.problems.append((DESCRIPTION, "error", reason))
-        if wrong := result.wrong_description():
-            reason = f"{wrong}; the next save writes it anew"
-            result.problems.append((DESCRIPTION, "corrupt", reason))
-        return result
-
-    @abstractmethod
-    def checked(
-        self, description: Description, keys: KnownKeys, share: float, *, repair: bool
-    ) -> Iterator[tuple[int, Verification]]:
-        """Check the parts of a namespace; also yield how many there are, 0 if that is not known."""
+    def sweep(self, found: Sequence[Any], *, dry_run: bool) -> tuple[int, int]:
+        """Delete remains of a crash; return how many, and their bytes. Raises OSError."""
+        del found, dry_run
+        return 0, 0
 
     def findings(self, security: Security, demand: Demand) -> Iterator[Finding]:
         """Probe what VUA needs of the storage, and its speed. Leaves no lasting change."""
@@ -537,19 +540,53 @@ class Catalog(ABC):
         """Return lifecycle rules for the cache, if it can have any, and findings about them."""
         return None, []
 
+    # -- what lies in it --------------------------------------------------------------------------
+
+    def use(self, show: Show, *, exact: bool = True) -> Use:
+        """Count the space that is taken; else of very many chunks as it was counted last.
+
+        Raises OSError, ConfigError.
+        """
+        with explaining(self.where), self.namespaces(show) as (found, others):
+            rows = [one.content(show, exact=exact) for one in found if one.is_ours]
+            inside = [f"{one.description.name}/{path}" for one in rows for path in one.strays]
+            strays, bounds = [one.name for one in found if not one.is_ours], self.bounds()
+            return Use(
+                sum(one.chunks for one in rows),
+                sum(one.occupied_nbytes for one in rows),
+                exact=all(one.exact for one in rows),
+                namespaces=rows,
+                bounds=bounds,
+                limits=self.limits(bounds),
+                free_nbytes=self.free_nbytes(),
+                strays=[*others, *strays, *inside],
+            )
+
+    def limits(self, *sources: Limits) -> Mapping[str, Any]:
+        """Return the limits in force, as :attr:`Use.limits`, by the strictest of these."""
+        sizes = [nbytes_of(one.max_bytes, 0) for one in sources if one.max_bytes is not None]
+        times = [one.ttl_s for one in sources if one.ttl_s is not None]
+        return {"max_bytes": min(sizes, default=None), "min_free_bytes": None,
+                "ttl_s": min(times, default=None), "max_bytes_per_salt": None,
+                "min_free_inodes": None}  # fmt: skip
+
+    # -- what may be done to it -------------------------------------------------------------------
+
+    def keep(self, news: Mapping[str, object]) -> None:
+        """Write these limits into ``bounds.json``; limits that are not named stay."""
+        with explaining(self.where):
+            known = self.bounds()
+            self.write_bounds(replace(known, **news))  # type: ignore[arg-type]
+
+    def evict(
+        self, limits: Mapping[str, Any], done: Collection, show: Show, *, dry_run: bool
+    ) -> bool:
+        """Evict by rules of this place, and note in ``done`` what is left; False if it has none."""
+        del limits, done, show, dry_run
+        return False
+
 
 N = TypeVar("N", bound=NamespaceCatalog)
-
-
-def doomed(listings: Mapping[N, Listing], show: Show) -> Iterator[tuple[N, ListedChunk]]:
-    """Yield the chunks to delete, each with its namespace, and in its order."""
-    freed = 0
-    for space, listing in listings.items():
-        for name in listing.doomed():
-            if (chunk := listing.get(name)) is not None:
-                show(f"{space.name[:SHORT]}: deleting", amount=freed)
-                freed += chunk.nbytes
-                yield space, chunk
 
 
 def resolve(found: Sequence[N], digits: str) -> tuple[N, str]:
@@ -564,21 +601,3 @@ def resolve(found: Sequence[N], digits: str) -> tuple[N, str]:
         what = f"stands for {len(hits)} things: {some}" if hits else "is not stored"
         raise ConfigError(f"{digits}: {what}; `vua ls --long` lists the names")
     return hits[0]
-
-
-def key_ids(security: Security) -> frozenset[str]:
-    """Return the ids of all keys, read now; never none, as then every key would count as lost.
-
-    Raises ConfigError if no key is given, if a file is not a usable key, or if a directory of keys
-    holds none.
-    """
-    if security.key_file is None and security.tenant_keys is None:
-        msg = "--lost-keys needs the keys that are not lost: --key-file, --tenant-keys, or both"
-        raise ConfigError(msg)
-    known = KnownKeys(security)
-    if security.tenant_keys is not None and not known.tenants:
-        raise ConfigError(
-            f"--tenant-keys {security.tenant_keys} holds no key, so every tenant's chunks would "
-            "go; is it the right directory? Leave it out if that is meant (and give --key-file)"
-        )
-    return known.ids

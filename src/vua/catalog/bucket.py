@@ -11,37 +11,39 @@ import itertools
 import math
 import secrets
 import statistics
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
-from typing import Final, TypeVar
+from typing import Final
 from urllib.parse import urlsplit
 
 import numpy as np
 
 from vua.capacity.bucket import pin_in_bucket, read_bucket_bounds, unpin_in_bucket
 from vua.capacity.limits import Limits, bounds_text
-from vua.capacity.listing import ListedChunk
-from vua.capacity.removal import DeletionTotals
+from vua.capacity.listing import ListedChunk, Listing
 from vua.capacity.spaces import Show, is_fan
 from vua.catalog.base import (
     MAX_FILE_NBYTES,
+    Catalog,
     Demand,
     Finding,
+    NamespaceCatalog,
     Removal,
     Rules,
     Verdict,
     probed,
     timed,
 )
-from vua.catalog.check import OpenFile
+from vua.catalog.check import OpenFile, Verification
 from vua.catalog.contents import Item
-from vua.catalog.listed import ListedCatalog, ListedNamespace
+from vua.catalog.stored import checked_entries
 from vua.errors import ConfigError, CorruptEntryError
 from vua.format.entry import MAX_HEADER_NBYTES
 from vua.format.parse import EntryInfo, parse_entry
+from vua.security.keyring import KnownKeys
 from vua.security.settings import Security
-from vua.storage.base import Storage, parse_name
+from vua.storage.base import parse_name
 from vua.storage.bucket import Bucket
 from vua.storage.bucket_mark import (
     bucket_contents,
@@ -61,14 +63,9 @@ from vua.storage.names import (
 )
 from vua.storage.object import FULL, ObjectStorage, parents_in, write_parents
 from vua.store.far import at
-from vua.store.place import locate
 
 _HEADER_NBYTES: Final = 32 << 10
 """First bytes read of an object to find its parent: most headers are shorter."""
-_DELETED: Final = 1 << 14
-"""Objects that are named at a time to be deleted."""
-T = TypeVar("T")
-R = TypeVar("R")
 _WORTH: Final = 16
 """Fewer headers than that are read again: writing down what they told costs more."""
 _SMALL: Final = 64
@@ -79,24 +76,46 @@ _LOOK_S: Final = 60.0
 _OURS: Final = b'{\n "format": "vua.'
 
 
-class BucketNamespace(ListedNamespace):
+class BucketNamespace(NamespaceCatalog):
     """A namespace in a bucket."""
 
+    each = staticmethod(Bucket.each)
+
     def __init__(self, description: Description, bucket_path: BucketPath, show: Show) -> None:
-        """List the namespace. Raises StorageError."""
-        super().__init__(description, items_in(bucket_path), show)
+        super().__init__(description, show)
         self.bucket_path = bucket_path
-        self._notes = [one for one in self.beside if one.kind == "parents"]
         self._is_told = False
 
     @property
     def is_ours(self) -> bool:
         return self.stated.identity is not None or self.stated.is_unknown or len(self.chunks) > 0
 
-    def read_header(self, path: str) -> EntryInfo | None:
+    @property
+    def state(self) -> str:
+        if self.stated.layout is not None:
+            return "ok"
+        if self.stated.is_unknown:
+            return "unknown"
+        return "damaged" if (self.bucket_path / DESCRIPTION).exists() else "missing"
+
+    # -- what is in it ----------------------------------------------------------------------------
+
+    def items(self) -> Iterator[Item]:
+        for meta in self.bucket_path.bucket.walk(self.bucket_path.key):
+            path = meta.key.removeprefix(f"{self.bucket_path.key}/")
+            entry, kind, chunk, shard = entry_at(path), kind_at(path), "", None
+            if entry:
+                chunk, shard = parse_name(entry)
+            if kind != "description":
+                yield Item(
+                    *(path, kind, meta.nbytes, meta.modified_s),
+                    chunk=chunk, shard=shard, used_ns=int(meta.modified_s * 1e9),
+                )  # fmt: skip
+
+    def header(self, path: str) -> EntryInfo | None:
         """Read a header by one request, or two if it is long."""
         key, bucket = (self.bucket_path / path).key, self.bucket_path.bucket
-        with contextlib.suppress(OSError, CorruptEntryError):
+        with suppress(OSError, CorruptEntryError):
             data = bucket.get(key, 0, _HEADER_NBYTES)[1]
             try:
                 return parse_entry(bytes(data))
@@ -104,78 +123,106 @@ class BucketNamespace(ListedNamespace):
                 return parse_entry(bytes(bucket.get(key, 0, 2 * MAX_HEADER_NBYTES)[1]))
         return None
 
-    def find_befores(self, show: Show) -> None:
-        """Ask the objects that tell it, and headers for what these do not tell."""
+    @contextlib.contextmanager
+    def opened(self, path: str) -> Iterator[OpenFile]:
+        yield OpenFile(io.BytesIO((self.bucket_path / path).read(MAX_FILE_NBYTES)))
+
+    def _read(self, path: str) -> tuple[memoryview, bytes | None]:
+        meta, data = self.bucket_path.bucket.get((self.bucket_path / path).key)
+        return data, meta.tag or None
+
+    def checked(
+        self, keys: KnownKeys, share: float, *, repair: bool
+    ) -> Iterator[tuple[int, Verification]]:
+        storage = ObjectStorage(self.bucket_path)
+        return checked_entries(self, storage, keys, share, repair=repair, read=self._read)
+
+    def listing(self, show: Show, past: Listing | None = None) -> Listing:
+        """Ask the objects that tell the order, and headers for what these do not tell."""
         if not self._is_told:
             self._is_told = True
-            Bucket.each(self._learn, self._notes)
-        super().find_befores(show)
+            Bucket.each(self._learn, self._notes())
+        return super().listing(show, past)
+
+    def _notes(self) -> list[Item]:
+        return [one for one in self.beside if one.kind == "parents"]
 
     def _learn(self, item: Item) -> None:
-        with contextlib.suppress(OSError, CorruptEntryError):
+        with suppress(OSError, CorruptEntryError):
             data = self.bucket_path.bucket.get((self.bucket_path / item.path).key)[1]
             self.chunks.tell_befores(parents_in(data), told=True)
 
     def note_befores(self) -> None:
         """Write down the order of chunks where no object tells it yet. Raises StorageError."""
-        small = sum(one.nbytes < _SMALL_NBYTES for one in self._notes)
-        whole = small > max(_SMALL, 16 * (len(self._notes) - small))
+        notes = self._notes()
+        small = sum(one.nbytes < _SMALL_NBYTES for one in notes)
+        whole = small > max(_SMALL, 16 * (len(notes) - small))
         todo = self.chunks.befores(untold=not whole)
         while len(some := list(itertools.islice(todo, FULL))) >= _WORTH:
             write_parents(self.bucket_path, some)
         if whole:
-            self.bucket_path.bucket.delete(self.keys([one.path for one in self._notes]))
+            self.bucket_path.bucket.delete(self._keys([one.path for one in notes]))
+
+    # -- what may be done to it -------------------------------------------------------------------
 
     def renew(self, chunks: Sequence[ListedChunk]) -> None:
         """Copy objects at the server: a lifecycle rule uses their times."""
-        keys = [key for chunk in chunks for key in self.keys(chunk.paths)]
+        keys = [key for chunk in chunks for key in self._keys(chunk.paths)]
         Bucket.each(self.bucket_path.bucket.try_renew, keys)
 
-    each = staticmethod(Bucket.each)
+    def pin(self, chunk: str, *, on: bool = True) -> int:
+        held = list(self.ancestors(chunk))
+        (pin_in_bucket if on else unpin_in_bucket)(self.bucket_path, chunk, held)
+        return len(held)
 
-    def mark(self, held: Sequence[str], pinned: str, *, on: bool) -> None:
-        change = pin_in_bucket if on else unpin_in_bucket
-        change(self.bucket_path, pinned, held)
+    def erase(self, chunks: Sequence[ListedChunk], done: Removal) -> None:
+        done.count(chunks)
+        self._erase([key for one in chunks for key in self._keys([*one.paths, *one.marks])], done)
 
-    @contextlib.contextmanager
-    def opened(self, path: str) -> Iterator[OpenFile]:
-        data = (self.bucket_path / path).read(MAX_FILE_NBYTES)
-        yield OpenFile(io.BytesIO(data))
+    def _erase(self, keys: Sequence[str], done: Removal) -> None:
+        self.bucket_path.bucket.delete(keys)
+        done.objects = (done.objects or 0) + len(keys)
 
-    def keys(self, paths: Sequence[str]) -> list[str]:
-        return [(self.bucket_path / path).key for path in paths]
-
-    def of_ours(self, items: Sequence[Item]) -> list[str]:
-        """Return the keys of those files that are VUA's, also by their content."""
-        return [
-            key
-            for one, key in zip(items, self.keys([one.path for one in items]), strict=True)
-            if not is_renewing(one.path) or _holds_entry(self.bucket_path.bucket, key)
-        ]
-
-    def every_key(self) -> Iterator[str]:
-        """Yield the keys of all files of VUA, the description last.
+    def drop(self, done: Removal) -> None:
+        """Delete all other files of VUA, the description last.
 
         The description stays if other files stay, as in a directory.
         """
-        beside = self.of_ours(self.beside)
-        for one in self.chunks.all():
-            yield from self.keys([*one.paths, *one.marks])
-        yield from beside
+        beside = self._of_ours(self.beside)
+        done.nbytes += self.quarantined()
+        self._erase(beside, done)
         if not self.strays and len(beside) == len(self.beside):
-            yield from self._description_key()
+            self._erase(self._description_key(), done)
+
+    def sweep(self) -> tuple[int, int]:
+        """Delete remains of a crash; return how many, and their bytes."""
+        some = [one for one in self.beside if one.is_leftover]
+        left = self._of_ours(some)
+        self.bucket_path.bucket.delete(left)
+        return 0, sum(one.nbytes for one in some) if left else 0
+
+    def _keys(self, paths: Sequence[str]) -> list[str]:
+        return [(self.bucket_path / path).key for path in paths]
+
+    def _of_ours(self, items: Sequence[Item]) -> list[str]:
+        """Return the keys of those files that are VUA's, also by their content."""
+        return [
+            key
+            for one, key in zip(items, self._keys([one.path for one in items]), strict=True)
+            if not is_renewing(one.path) or _holds_entry(self.bucket_path.bucket, key)
+        ]
 
     def _description_key(self) -> list[str]:
         key = (self.bucket_path / DESCRIPTION).key
         if self.stated.identity is not None:
             return [key]
-        with contextlib.suppress(OSError):  # a damaged description of VUA begins like a sound one
+        with suppress(OSError):  # a damaged description of VUA begins like a sound one
             if bytes(self.bucket_path.bucket.get(key, 0, len(_OURS))[1]) == _OURS:
                 return [key]
         return []
 
 
-class BucketCatalog(ListedCatalog[BucketNamespace]):
+class BucketCatalog(Catalog):
     """A cache in a bucket."""
 
     look_s = _LOOK_S
@@ -183,7 +230,6 @@ class BucketCatalog(ListedCatalog[BucketNamespace]):
     def __init__(self, where: str, bucket_path: BucketPath) -> None:
         super().__init__(where, bucket_path)
         self.root = bucket_path
-        self._is_asked = False
 
     @classmethod
     def open(cls, where: str, *, create: bool = False) -> BucketCatalog:
@@ -195,46 +241,14 @@ class BucketCatalog(ListedCatalog[BucketNamespace]):
     def counts(self) -> Mapping[str, int]:
         return self.root.bucket.counts
 
-    # -- what lies in it --------------------------------------------------------------------------
-
     def contents(self) -> tuple[list[Description], list[str]]:
         """Send a listing, and one request per namespace."""
         return bucket_contents(self.root)
 
-    def state(self, description: Description) -> str:
-        if description.layout is not None:
-            return "ok"
-        if description.is_unknown:
-            return "unknown"
-        return "damaged" if (self._path(description) / DESCRIPTION).exists() else "missing"
-
-    def _path(self, description: Description) -> BucketPath:
-        return self.root / description.name
-
-    def items(self, description: Description) -> Iterator[Item]:
-        return items_in(self._path(description))
-
-    def read(self, description: Description, item: Item) -> tuple[bytes | memoryview, bytes | None]:
-        meta, data = self.root.bucket.get((self._path(description) / item.path).key)
-        return data, meta.tag or None
-
-    def storage_of(self, description: Description) -> Storage:
-        return ObjectStorage(self._path(description))
-
-    each = staticmethod(Bucket.each)
-
-    def list_namespaces(self, show: Show) -> tuple[Sequence[BucketNamespace], Sequence[str]]:
-        if not self._is_asked:
-            locate(self.where, create=False)
-            self._is_asked = True
-        found, strays = bucket_contents(self.root)
-        spaces = [BucketNamespace(one, self._path(one), show) for one in found]
-        strays += [space.name for space in spaces if not space.is_ours]
-        ours = [space for space in spaces if space.is_ours]
-        strays += [f"{space.name}/{path}" for space in ours for path in space.strays]
-        return ours, strays
-
-    # -- what may be done to it -------------------------------------------------------------------
+    @contextlib.contextmanager
+    def namespaces(self, show: Show) -> Iterator[tuple[Sequence[BucketNamespace], Sequence[str]]]:
+        found, others = self.contents()
+        yield [BucketNamespace(one, self.root / one.name, show) for one in found], others
 
     def claim(self) -> None:
         claim_bucket(self.root, tool=True)
@@ -245,24 +259,9 @@ class BucketCatalog(ListedCatalog[BucketNamespace]):
     def write_bounds(self, bounds: Limits) -> None:
         self.root.bucket.put((self.root / LIMITS_FILE).key, bounds_text(bounds))
 
-    def delete(
-        self, chunks: Iterable[tuple[BucketNamespace, ListedChunk]],
-        whole: Sequence[BucketNamespace], done: Removal,
-    ) -> None:  # fmt: skip
-        """Delete objects; those of a chunk with its entries first."""
-        some = (space.keys([*one.paths, *one.marks]) for space, one in chunks)
-        rest = (space.every_key() for space in whole)
-        keys = itertools.chain.from_iterable(itertools.chain(rest, some))
-        done.objects = 0
-        while part := list(itertools.islice(keys, _DELETED)):
-            done.objects += len(part)
-            self.root.bucket.delete(part)
-
-    def sweep(self, namespaces: Sequence[BucketNamespace]) -> DeletionTotals:
-        left = [key for space in namespaces for key in space.of_ours(space.leftovers)]
-        nbytes = sum(space.other_nbytes()[1] for space in namespaces) if left else 0
-        self.root.bucket.delete(left)
-        return DeletionTotals(0, nbytes)
+    def sweep(self, found: Sequence[BucketNamespace], *, dry_run: bool) -> tuple[int, int]:
+        freed = [(0, 0), *(one.sweep() for one in found if not dry_run)]
+        return 0, sum(nbytes for _, nbytes in freed)
 
     def findings(self, security: Security, demand: Demand) -> Iterator[Finding]:
         del security
@@ -270,20 +269,9 @@ class BucketCatalog(ListedCatalog[BucketNamespace]):
 
     def rules(self) -> tuple[Rules | None, list[Finding]]:
         """Make a rule from `vua ttl` for VUA's objects alone."""
-        with contextlib.suppress(OSError, ConfigError):
+        with suppress(OSError, ConfigError):
             return rules_at(self.root)
         return None, []
-
-
-def items_in(bucket_path: BucketPath) -> Iterator[Item]:
-    """Yield a namespace's objects but its description, by path. Raises StorageError."""
-    for meta in bucket_path.bucket.walk(bucket_path.key):
-        path = meta.key.removeprefix(f"{bucket_path.key}/")
-        entry, kind, chunk, shard = entry_at(path), kind_at(path), "", None
-        if entry:
-            chunk, shard = parse_name(entry)
-        if kind != "description":
-            yield Item(path, kind, meta.nbytes, meta.modified_s, chunk=chunk, shard=shard)
 
 
 def _holds_entry(bucket: Bucket, key: str) -> bool:

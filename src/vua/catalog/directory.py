@@ -9,90 +9,76 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import itertools
 import os
 import stat
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, replace
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
-from typing import Final, TypeVar
+from typing import TYPE_CHECKING, Any, Final
 
-from vua.capacity.evictor import PINNED_SHARE
-from vua.capacity.gc import collect
+from vua.capacity.census import read_census
 from vua.capacity.limits import Limits, ResolvedLimits, read_bounds, write_bounds
-from vua.capacity.listing import ListedChunk, Listing, ancestors, read_listing, read_node
-from vua.capacity.marks import count_ttls, pin, unpin
-from vua.capacity.removal import Collection, Remover, delete_namespace, nbytes_at
 from vua.capacity.spaces import (
     Show,
     Space,
+    about_chunks,
     chunk_nbytes,
     fans_of,
     is_large,
     is_ours,
+    is_trash,
     listed,
-    silent,
-    some_fans,
+    over_fans,
     spaces,
     spread,
-    trash_in,
 )
-from vua.capacity.usage import measure
-from vua.catalog.base import (
-    Ask,
-    Catalog,
-    Demand,
-    Finding,
-    NamespaceCatalog,
-    Removal,
-    Use,
-)
-from vua.catalog.check import (
-    Check,
-    Checker,
-    ExpectedEntry,
-    OpenFile,
-    Verification,
-    read_plain,
-    sampled,
-)
-from vua.catalog.contents import (
-    DirectoryContents,
-    Item,
-    opened_space,
-    walk,
-)
-from vua.errors import explaining
+from vua.catalog.base import Catalog, Demand, Finding, NamespaceCatalog, Removal
+from vua.catalog.contents import SHORT, Content, Entries, Item, walk
+from vua.errors import CorruptEntryError, explaining
 from vua.io import posix
 from vua.io.posix import close_quietly, closing_fd
-from vua.io.words import size
-from vua.security.keyring import KnownKeys
 from vua.security.settings import Security
-from vua.storage.base import entry_name
-from vua.storage.description import (
-    Description,
-    read_description,
-)
-from vua.storage.local import LocalStorage
-from vua.storage.mark import claim
-from vua.storage.names import QUARANTINE, chunk_path
-from vua.store.evidence import settled
+from vua.storage.description import DESCRIPTION, Description, descriptions, read_description
+from vua.storage.mark import LIMITS_FILE, MARK, UPKEEP, check_root, claim, is_marked
+from vua.storage.names import QUARANTINE, SUFFIX, chunk_path
 
-T = TypeVar("T")
-R = TypeVar("R")
+if TYPE_CHECKING:
+    from vua.capacity.listing import ListedChunk, Listing
+    from vua.capacity.removal import Collection, Remover
+    from vua.catalog.check import Check, Checker, OpenFile, Verification
+    from vua.format.parse import EntryInfo
+    from vua.security.keyring import KnownKeys
+    from vua.storage.local import LocalStorage
 
-_ANYBODY: Final = Security(trusted_uids="any")
-"""Files of all owners are checked: an owner does not make bytes right or wrong."""
+# What reads chunks is imported by the methods that need it: `vua ls` starts without.
+# ruff: noqa: PLC0415
+
+
+_SAMPLED: Final = 4096
+"""Chunks that `vua top` looks at of very many."""
 
 
 class DirectoryNamespace(NamespaceCatalog):
     """A namespace in a directory."""
 
-    def __init__(self, root: Path, space: Space) -> None:
-        self.space, self.name = space, space.name
-        self.stated = read_description(root / self.name)
+    salted_most = 4096
+    order_costs = False
+    deleted_most = 1
+    rehearses = True
+
+    def __init__(self, catalog: DirectoryCatalog, space: Space) -> None:
+        super().__init__(read_description(catalog.root / space.name))
+        self.catalog, self.space = catalog, space
         self._settled: Description | None = None
+
+    @property
+    def state(self) -> str:
+        if self.stated.layout is not None:
+            return "ok"
+        if self.stated.is_unknown:
+            return "unknown"
+        return "damaged" if os.path.lexists(self.stated.directory / DESCRIPTION) else "missing"
 
     @property
     def is_ours(self) -> bool:
@@ -100,10 +86,71 @@ class DirectoryNamespace(NamespaceCatalog):
 
     @property
     def description(self) -> Description:
-        """Its description, with some headers that confirm it, read at first use."""
+        from vua.store.evidence import settled
+
         if self._settled is None:
             self._settled = settled(self.stated)
         return self._settled
+
+    # -- what is in it ----------------------------------------------------------------------------
+
+    def items(self) -> Iterator[Item]:
+        for fan in (*fans_of(self.space), ""):
+            yield from walk(self.space, fan)
+
+    def content(self, show: Show, *, long: bool = False, exact: bool = True) -> Content:
+        content, space = Content(self.stated, self.state), self.space
+        if not (long or exact) and is_large(space):
+            return self._counted_before(content)
+        fans = fans_of(space)
+        work = partial(_count_fan, Content(self.stated, self.state), space, long=long)
+        parts, content.entries = over_fans(work, space, fans), Entries()
+        for number, part in enumerate(parts, 1):
+            content.add(part)
+            show(space.name[:SHORT], number, len(fans), amount=content.chunks, unit="chunk")
+        content.add(work("", long=False))
+        return content
+
+    def _counted_before(self, content: Content) -> Content:
+        """Fill in what the census says; if it is too old, an estimate."""
+        content.exact, content.files, content.pinned = False, None, None
+        content.quarantine = self.quarantined()
+        counted = read_census(self.catalog.root).get(self.name)
+        if counted is not None and counted.fits(about_chunks(self.space)):
+            content.chunks, content.nbytes, content.counted_s = counted[:3]
+            content.times_ns = counted.oldest_ns, counted.newest_ns
+            content.newest_s = counted.newest_ns / 1e9
+            return content
+        from vua.capacity.usage import measure
+
+        usage = measure(self.catalog.root, only=[self.name])
+        content.chunks, content.nbytes = usage.chunks, usage.nbytes - content.quarantine
+        return content
+
+    def names(self, show: Show, fans: Sequence[str] | None = None) -> Listing:
+        from vua.capacity.listing import read_listing
+
+        return read_listing(self.space, show, headers=False, fans=fans)
+
+    def listing(self, show: Show, past: Listing | None = None) -> Listing:
+        """Read the headers of all chunks, or only of chunks with a new mtime."""
+        from vua.capacity.listing import read_listing
+
+        return read_listing(self.space, show, known=past)
+
+    def sample(self) -> Sequence[str] | None:
+        if not is_large(self.space):
+            return None
+        step = max(1, min(256, about_chunks(self.space) // _SAMPLED))
+        return [f"{fan:02x}" for fan in range(0, 256, step)]
+
+    def firsts(self, show: Show) -> Iterable[tuple[str, str]]:
+        return self.listing(show).firsts()
+
+    def ancestors(self, chunk: str) -> Iterator[str]:
+        from vua.capacity.listing import ancestors
+
+        return ancestors(self.space, chunk)
 
     def matching(self, digits: str) -> list[str]:
         with listed(self.space.fd, digits[:2]) as entries:
@@ -114,9 +161,14 @@ class DirectoryNamespace(NamespaceCatalog):
         with listed(self.space.fd, chunk_path(chunk)) as entries:
             return sorted(entry.name for entry in entries)
 
+    def quarantined(self) -> int:
+        return chunk_nbytes(self.space, QUARANTINE)
+
     @contextlib.contextmanager
     def opened(self, path: str) -> Iterator[OpenFile]:
         """Open a file below the namespace, without following links."""
+        from vua.catalog.check import OpenFile
+
         fd = posix.open_beneath(self.space.fd, path)
         if not stat.S_ISREG(os.fstat(fd).st_mode):  # a FIFO does not hang it
             close_quietly(fd)
@@ -124,50 +176,114 @@ class DirectoryNamespace(NamespaceCatalog):
         with open(fd, "rb", buffering=0) as stream:  # noqa: PTH123 - a descriptor
             yield OpenFile(stream)
 
-    def fans(self) -> tuple[Sequence[str], int]:
-        return some_fans(self.space)
+    def header(self, path: str) -> EntryInfo | None:
+        from vua.format.entry import MAX_HEADER_NBYTES
+        from vua.format.parse import parse_entry
 
-    def salts(self, show: Show) -> Iterable[str]:
-        return [salt for _, salt in self.listing(show).firsts()]
+        with contextlib.suppress(OSError, CorruptEntryError), self.opened(path) as file:
+            return parse_entry(file.stream.read(MAX_HEADER_NBYTES))
+        return None
 
-    def listing(self, show: Show, past: Listing | None = None) -> Listing:
-        """Read the headers of all chunks, or only of chunks with a new mtime."""
-        return read_listing(self.space, show, known=past)
+    def sealed_with(self, chunk: ListedChunk) -> set[str]:
+        names = [one for one in self.listed(chunk.name) if one.endswith(SUFFIX)]
+        paths = [f"{chunk_path(chunk.name)}/{one}" for one in names]
+        return super().sealed_with(chunk._replace(paths=paths))  # files may have come
 
-    def names(self, show: Show, fans: Sequence[str] | None = None) -> Listing:
-        return read_listing(self.space, show, headers=False, fans=fans)
+    # -- what may be done to it -------------------------------------------------------------------
 
-    def other_nbytes(self) -> tuple[int, int]:
-        space, names = self.space, [name for name, _ in trash_in(self.space.fd, roots=False)]
-        left = sum(nbytes_at(space.fd, name) for name in names)
-        return chunk_nbytes(space, QUARANTINE), left
+    def pin(self, chunk: str, *, on: bool = True) -> int:
+        from vua.capacity.marks import pin, unpin
 
-    def ancestors(self, chunk: str) -> Iterator[str]:
-        return ancestors(self.space, chunk)
+        return len((pin if on else unpin)(self.space, chunk))
 
-    def pin(self, chunk: str) -> int:
-        return len(pin(self.space, chunk))
+    def settle(self, listing: Listing) -> tuple[int, int]:
+        from vua.capacity.gc import settle
 
-    def unpin(self, chunk: str) -> int:
-        return len(unpin(self.space, chunk))
+        return settle(self.space, listing, self.catalog.remover)
+
+    def is_orphan(self, chunk: ListedChunk) -> bool:
+        return not self.catalog.remover.is_there(self.space, chunk.before or "")
+
+    def is_unused(self, chunk: ListedChunk) -> bool:
+        from vua.capacity.lru import mtime_ns_of
+
+        return mtime_ns_of(self.space.fd, chunk.name) == chunk.used_ns
+
+    def erase(self, chunks: Sequence[ListedChunk], done: Removal) -> None:
+        from vua.capacity.listing import read_node
+
+        remover = self.catalog.remover
+        for one in chunks:
+            nbytes = remover.evict_chunk(self.space, one.name, pinned=bool(one.pins))
+            if nbytes is None:
+                done.kept += bool(read_node(self.space, one.name).pinned)
+            else:
+                done.chunks += 1
+                done.nbytes += nbytes
+        done.left = remover.left
+
+    def drop(self, done: Removal) -> None:
+        from vua.capacity.removal import delete_namespace
+
+        root = os.open(self.catalog.root, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        with closing_fd(root):
+            done.nbytes += delete_namespace(root, self.name)
+
+    def checked(
+        self, keys: KnownKeys, share: float, *, repair: bool
+    ) -> Iterator[tuple[int, Verification]]:
+        from vua.catalog.check import Check, Verification, sampled
+
+        try:
+            large, names = is_large(self.space), ["", *sampled(fans_of(self.space), share)]
+        except OSError as problem:
+            part = Verification(self.stated, "")
+            part.add(".", Check("error", (problem.strerror or str(problem),), 0))
+            yield 1, part
+            return
+        work = partial(_verify_fan, self.stated, keys, repair=repair)
+        yield from ((len(names), part) for part in spread(work, names, large=large))
 
 
-class DirectoryCatalog(DirectoryContents, Catalog):
+class DirectoryCatalog(Catalog):
     """A cache in a directory."""
 
+    keeps_own_ttls = True
+
     def __init__(self, where: str, root: Path) -> None:
-        DirectoryContents.__init__(self, where, root)
-        Catalog.__init__(self, where, root)
+        super().__init__(where, root)
+        self.root = root
+        self._remover: Remover | None = None
+
+    @classmethod
+    def open(cls, where: str, *, create: bool = False) -> DirectoryCatalog:
+        """See :func:`vua.catalog.opening.open_catalog`."""
+        return cls(where, check_root(where, create=create))
+
+    @property
+    def remover(self) -> Remover:
+        """What deletes, or (see :meth:`sweep`) only counts."""
+        from vua.capacity.removal import Remover
+
+        if self._remover is None:
+            self._remover = Remover()
+        return self._remover
 
     def is_local(self) -> bool:
         with closing_fd(os.open(self.root, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)) as fd:
             return posix.is_local(fd)
 
-    # -- what lies in it --------------------------------------------------------------------------
+    def is_foreign(self) -> bool:
+        return not is_marked(self.root)
 
-    def _strays(self) -> list[str]:
-        with spaces(self.root) as found:
-            return self._others({space.name for space in found})
+    def contents(self) -> tuple[list[Description], list[str]]:
+        with explaining(self.where):
+            found = list(descriptions(self.root))
+            return found, self._others({one.name for one in found})
+
+    def _others(self, known: set[str]) -> list[str]:
+        names = {path.name for path in self.root.iterdir()} - known - {MARK, LIMITS_FILE, UPKEEP}
+        return sorted(name for name in names if not is_trash(name))
 
     @contextlib.contextmanager
     def namespaces(
@@ -177,27 +293,7 @@ class DirectoryCatalog(DirectoryContents, Catalog):
         del show
         with explaining(self.where), spaces(self.root) as found:
             others = self._others({space.name for space in found})
-            yield [DirectoryNamespace(self.root, space) for space in found], others
-
-    def listing(self, description: Description, show: Show) -> Listing | None:
-        with opened_space(description) as space:
-            return read_listing(space, show)
-
-    def quick_use(self) -> Use:
-        with explaining(self.where):
-            usage, bounds = measure(self.root), read_bounds(self.root)
-            return Use(
-                *(usage.chunks, usage.nbytes, usage.exact, (), bounds),
-                limits=self.limits_of(bounds),
-                free_nbytes=self.free_nbytes(),
-                strays=self._strays(),
-            )
-
-    def free_nbytes(self) -> int:
-        status = os.statvfs(self.root)
-        return status.f_bavail * status.f_frsize
-
-    # -- what may be done to it -------------------------------------------------------------------
+            yield [DirectoryNamespace(self, space) for space in found], others
 
     def claim(self) -> None:
         with explaining(self.where):
@@ -206,77 +302,51 @@ class DirectoryCatalog(DirectoryContents, Catalog):
     def bounds(self) -> Limits:
         return read_bounds(self.root)
 
-    def limits_of(self, bounds: Limits) -> Mapping[str, float | None]:
-        del bounds
-        return asdict(ResolvedLimits.of(self.root, Limits()))
+    def write_bounds(self, bounds: Limits) -> None:
+        write_bounds(self.root, bounds)
 
-    def keep(self, news: Mapping[str, object]) -> None:
-        with explaining(self.where):
-            known = read_bounds(self.root)
-            write_bounds(self.root, replace(known, **news))  # type: ignore[arg-type]
+    def limits(self, *sources: Limits) -> Mapping[str, Any]:
+        return asdict(ResolvedLimits.of(self.root, *sources, file=False))
+
+    def free_nbytes(self) -> int:
+        status = os.statvfs(self.root)
+        return status.f_bavail * status.f_frsize
 
     def own_ttls(self) -> int:
+        from vua.capacity.marks import count_ttls
+
         with spaces(self.root) as found:
             return count_ttls(found)
 
-    def collect(
-        self, given: Limits, *, keep: bool = False, quick: bool = False,
-        lost: Callable[[], frozenset[str]] | None = None, dry_run: bool = False,
-        ask: Ask, show: Show,
-    ) -> Collection:  # fmt: skip
-        with explaining(self.where):
-            lasting = {name: one for name, one in asdict(given).items() if one is not None}
-            own = replace(read_bounds(self.root), **lasting) if keep else given
-            limits = ResolvedLimits.of(self.root, own, file=not keep)
-            if given.max_bytes is not None and not dry_run:
-                usage = measure(self.where)
-                if usage.nbytes > limits.max_bytes:
-                    change = f"from {size(usage.nbytes)} to {size(limits.max_bytes)}"
-                    ask(f"Shrink {self.where} {change} by deleting the rest?")
-            if keep and not dry_run:
-                self.keep(lasting)
-            done = collect(self.root, limits, quick=quick, rehearse=dry_run, known=lost, show=show)
-            done.strays = self._strays()
-        return done
-
-    def delete(
-        self, chunks: Iterable[tuple[DirectoryNamespace, ListedChunk]],
-        whole: Sequence[DirectoryNamespace], done: Removal,
-    ) -> None:  # fmt: skip
-        remover, done.nbytes = Remover(), 0
-        theirs = ((one, chunk) for one in whole for chunk in one.names(silent).all())
-        for one, chunk in itertools.chain(theirs, chunks):
-            nbytes = remover.evict_chunk(one.space, chunk.name, pinned=bool(chunk.pins))
-            done.nbytes += nbytes or 0
-            if nbytes is None:
-                done.chunks -= 1
-                done.kept += bool(read_node(one.space, chunk.name).pinned)
-        with closing_fd(os.open(self.root, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)) as fd:
-            done.nbytes += sum(delete_namespace(fd, one.name) for one in whole)
-        done.left = remover.left
-
     def pins_may_hold(self) -> int | None:
+        from vua.capacity.evictor import PINNED_SHARE
+
         limits = ResolvedLimits.of(self.root, Limits())
         return int(limits.max_bytes * PINNED_SHARE)
 
-    # -- whether it is sound ----------------------------------------------------------------------
+    def stored_nbytes(self, found: Sequence[DirectoryNamespace]) -> int:
+        from vua.capacity.usage import measure
 
-    def checked(
-        self, description: Description, keys: KnownKeys, share: float, *, repair: bool
-    ) -> Iterator[tuple[int, Verification]]:
-        try:
-            with opened_space(description) as space:
-                large, names = is_large(space), ["", *sampled(fans_of(space), share)]
-        except OSError as problem:
-            part = Verification(description, "")
-            part.add(".", Check("error", (problem.strerror or str(problem),), 0))
-            yield 1, part
-            return
-        work = partial(_verify_fan, description, keys, repair=repair)
-        yield from ((len(names), part) for part in spread(work, names, large=large))
+        del found
+        return measure(self.root).nbytes
+
+    def sweep(self, found: Sequence[DirectoryNamespace], *, dry_run: bool) -> tuple[int, int]:
+        from vua.capacity.gc import sweep
+
+        self.remover.rehearse = dry_run
+        return sweep(self.root, [one.space for one in found], self.remover)
+
+    def evict(
+        self, limits: Mapping[str, Any], done: Collection, show: Show, *, dry_run: bool
+    ) -> bool:
+        from vua.capacity.gc import evict
+
+        del dry_run  # the remover knows
+        evict(self.root, ResolvedLimits(**limits), done, show, self.remover)
+        return True
 
     def findings(self, security: Security, demand: Demand) -> Iterator[Finding]:
-        from vua.catalog.probes import at_rest, tried  # noqa: PLC0415 - of `vua doctor` alone
+        from vua.catalog.probes import at_rest, tried
 
         owner, *others = at_rest(self.root, security)
         yield owner
@@ -284,10 +354,14 @@ class DirectoryCatalog(DirectoryContents, Catalog):
         yield from others
 
     def findings_at_rest(self, security: Security) -> list[Finding]:
-        from vua.catalog.probes import at_rest, may_write  # noqa: PLC0415 - likewise
+        from vua.catalog.probes import at_rest, may_write
 
         owner, *others = at_rest(self.root, security)
         return [owner, *may_write(self.root), *others]
+
+
+def _count_fan(content: Content, space: Space, fan: str, *, long: bool) -> Content:
+    return content.counted(walk(space, fan), long=long)
 
 
 # -- verifying ------------------------------------------------------------------------------------
@@ -295,9 +369,12 @@ class DirectoryCatalog(DirectoryContents, Catalog):
 
 def _verify_fan(namespace: Description, keys: KnownKeys, fan: str, *, repair: bool) -> Verification:
     """Check one fan-out directory, or (for "") the items beside them."""
+    from vua.catalog.check import Check, Checker, Verification
+    from vua.storage.local import LocalStorage
+
     result, checker = Verification(namespace, ""), Checker(keys)
     try:
-        storage = LocalStorage(namespace.directory, security=_ANYBODY)
+        storage = LocalStorage(namespace.directory, security=Security(trusted_uids="any"))
         with contextlib.closing(storage):
             for item in walk(Space(namespace.name, storage.fileno()), fan):
                 if item.kind == "unreadable":
@@ -320,6 +397,9 @@ def _check_file(
     storage: LocalStorage, item: Item, checker: Checker, namespace: Description, *, repair: bool
 ) -> tuple[Check | None, bool]:
     """Check one entry (None if it vanished meanwhile); also whether it was quarantined."""
+    from vua.catalog.check import Check, ExpectedEntry, read_plain
+    from vua.storage.base import entry_name
+
     version = None
     try:
         fd = posix.open_beneath(storage.fileno(), item.path)

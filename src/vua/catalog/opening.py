@@ -17,7 +17,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from vua.catalog.base import Catalog
-    from vua.catalog.contents import DirectoryContents
 
 
 Opener: TypeAlias = "Callable[..., Catalog]"
@@ -39,18 +38,6 @@ def _open_bucket(where: str, *, create: bool) -> Catalog:
 
 openers: Final[dict[str, Opener]] = {"": _open_directory}
 """Openers by scheme; a bucket's for all URLs without one. A directory has the scheme ""."""
-
-
-def open_contents(where: str) -> Catalog | DirectoryContents:
-    """Return what `vua ls` needs of a cache: of a directory less than its catalog.
-
-    Raises ConfigError, StorageError.
-    """
-    if scheme_of(where):
-        return open_catalog(where)
-    from vua.catalog.contents import DirectoryContents  # noqa: PLC0415 - likewise
-
-    return DirectoryContents.open(where)
 
 
 def register(scheme: str, opener: Opener) -> None:

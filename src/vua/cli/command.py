@@ -153,7 +153,7 @@ EXAMPLES: Final[dict[str, tuple[str, ...]]] = {
     "ui": ("vua ui /mnt/kv --port 8642",),
     "events": ("vua events /mnt/kv --follow --zmq tcp://127.0.0.1:5557",),
     "explain": ("vua explain /mnt/kv --prompt question.txt --model Qwen/Qwen3-8B",),
-    "du": ("vua du /mnt/kv --quick",),
+    "du": ("vua du /mnt/kv --exact",),
     "gc": ("vua gc /mnt/kv --max-bytes 500G --set", "vua gc /mnt/kv --dry-run"),
     "ttl": ("vua ttl /mnt/kv 30d",),
     "rm": ("vua rm /mnt/kv 1cbbd9 --dry-run", "vua rm /mnt/kv --all"),

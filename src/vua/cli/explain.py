@@ -13,7 +13,8 @@ import click
 
 from vua.capacity.listing import Continuations
 from vua.capacity.saved import advice, ends_of, parted_at
-from vua.catalog.base import Catalog
+from vua.capacity.spaces import Show
+from vua.catalog.base import Catalog, NamespaceCatalog
 from vua.catalog.check import NO_KEYS
 from vua.catalog.contents import SHORT
 from vua.catalog.opening import open_catalog
@@ -275,14 +276,16 @@ def explain(directory: str, *, security: Security = NO_KEYS, **asked: Any) -> Re
         return Report(text, directory=directory, order=places, tokens=tokens, namespace=name)
     prompts = read_prompts(question.tokens, question.prompt, question.model)
     catalog = open_catalog(directory)
-    found, _ = catalog.contents()
     expected = _expected(question)
-    candidates = _candidates(found, expected, question)
-    made = [
-        _explained(directory, expected, len(prompt.ids) // 4, answers)
-        for prompt in prompts
-        for answers in [[_answer(catalog, one, expected, prompt, question) for one in candidates]]
-    ]
+    with progress() as show, catalog.namespaces(show) as (spaces, _):
+        by_description = {one.stated: one for one in spaces}
+        candidates = _candidates([*by_description], expected, question)
+        made = [
+            _explained(directory, expected, len(prompt.ids) // 4, answers)
+            for prompt in prompts
+            for answers in [[_answer(by_description[one], expected, prompt, question, show)
+                             for one in candidates]]
+        ]  # fmt: skip
     return made[0] if len(made) == 1 else _of_lines([one.line for one in prompts], made)
 
 
@@ -313,19 +316,16 @@ def _candidates(
 
 
 def _answer(
-    catalog: Catalog,
-    found: Description,
-    expected: Identity | None,
-    prompt: Prompt,
-    question: SimpleNamespace,
-) -> Answer:
-    ids, length = prompt.ids, len(prompt.ids) // 4
+    space: NamespaceCatalog, expected: Identity | None, prompt: Prompt, question: SimpleNamespace,
+    show: Show,
+) -> Answer:  # fmt: skip
+    ids, length, found = prompt.ids, len(prompt.ids) // 4, space.stated
     with explaining(str(found.path)):
         namespace = open_namespace(found.path, security=question.security)
     differ = None
     if expected is not None and found.identity is not None:
         differ = differences(expected, found.identity, complete=False)
-    answer = Answer(found, catalog.state(found), differ, length)
+    answer = Answer(found, space.state, differ, length)
     if namespace is None:
         return answer
     try:
@@ -336,12 +336,9 @@ def _answer(
     blocks = (question.block_tokens,) if question.block_tokens else BLOCKS
     answer = replace(answer, groups=groups, seal=seal, blocks=blocks)
     gap = answer.gap
-    if gap is None or question.quick:
+    if gap is None or question.quick or space.order_costs:
         return answer
-    with progress() as show:
-        listing = catalog.listing(found, show)
-    if listing is None:
-        return answer
+    listing = space.listing(show)
     if gap.index == 0:
         salts, same = first_salts(listing, ids[: 4 * answer.size])
         answer = replace(answer, salts=salts, same=same)

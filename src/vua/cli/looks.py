@@ -27,6 +27,7 @@ from vua.cli.output import (
     Report,
     clear_screen,
     cost,
+    dated,
     progress,
     requests_of,
     table,
@@ -38,13 +39,16 @@ _INTERVAL_S: Final = 2.0
 _WINDOWS_S: Final = (60, 3600, 86_400)
 
 
-def _show(of: Mapping[str, Any], counts: Mapping[str, int], saved: Totals | None) -> None:
+def _show(
+    of: Mapping[str, Any], counts: Mapping[str, int], saved: Totals | None, said: str
+) -> None:
     text = f"{of['directory']}: {counted(of['chunks'], 'chunk', exact=of['exact'])}, "
     text += about(of["nbytes"], size, exact=of["exact"])
     text += "" if of["max_bytes"] is None else f" of at most {size(of['max_bytes'])}"
     text += "" if of["free_nbytes"] is None else f"; {size(of['free_nbytes'])} of the disk free"
-    text += "" if of["exact"] else "; estimated from a sample"
     print(f"{text}{cost(counts)}; over {of['seconds']:.3f} s")
+    if said:
+        print(said)
     if saved:
         print(f"today: {saved}")
     head = ["namespace", "model", " chunks", " size", " new/s", " used/s", " gone/s"]
@@ -94,24 +98,20 @@ def top(
 
 def _looks(catalog: Catalog, past: Mapping[str, Look]) -> dict[str, Look]:
     with progress() as show, catalog.namespaces(show) as (found, _):
-        return {space.name: space.look(show, past.get(space.name)) for space in found}
+        ours = [space for space in found if space.is_ours]
+        return {space.name: space.look(show, past.get(space.name)) for space in ours}
 
 
 def _compared(catalog: Catalog, now: dict[str, Look], took_s: float) -> Report:
     newest = (one.chunks.totals().newest_ns or 0 for one in now.values())
     now_ns = max([time.time_ns(), *newest])  # mtimes are by the server's clock, which may be ahead
     rows = [_compare(one, now_ns, took_s) for _, one in sorted(now.items())]
-    nbytes = sum(one["nbytes"] for one in rows)
-    use, free_nbytes = catalog.quick_use(), None
-    if use is not None:
-        nbytes, free_nbytes = use.nbytes, use.free_nbytes
-    limits = catalog.limits() if use is None else use.limits
     saved, counts = saved_today(catalog.where), dict(catalog.counts)
     values: dict[str, Any] = {
         "directory": catalog.where,
-        "nbytes": nbytes,
-        "max_bytes": limits["max_bytes"],
-        "free_nbytes": free_nbytes,
+        "nbytes": sum(one["nbytes"] for one in rows),
+        "max_bytes": catalog.limits(catalog.bounds())["max_bytes"],
+        "free_nbytes": catalog.free_nbytes(),
         **requests_of(counts),
         "chunks": sum(one["chunks"] for one in rows),
         "exact": all(one["exact"] for one in rows),
@@ -119,17 +119,22 @@ def _compared(catalog: Catalog, now: dict[str, Look], took_s: float) -> Report:
         "namespaces": rows,
         "saved_today": saved and saved.describe(),
     }
-    return Report(partial(_show, values, counts, saved), **values)
+    said = dated([one.whole for one in now.values() if one.whole])
+    return Report(partial(_show, values, counts, saved, said), **values)
 
 
 def _compare(now: Look, now_ns: int, took_s: float) -> dict[str, Any]:
-    total, per_s = now.chunks.totals(), now.scale / took_s
+    total, per_s, exact = now.chunks.totals(), now.scale / took_s, now.whole is None
+    chunks, nbytes = total.chunks, total.nbytes
+    if now.whole is not None:
+        chunks, nbytes = now.whole.chunks, now.whole.nbytes
     return {
         "namespace": now.name,
         "model": now.model,
-        "chunks": round(total.chunks * now.scale),
-        "nbytes": round(total.nbytes * now.scale),
-        "exact": now.scale == 1,
+        "chunks": chunks,
+        "nbytes": nbytes,
+        "exact": exact,
+        "counted_s": now.whole and now.whole.counted_s,
         "new_per_s": round(now.new * per_s, 3),
         "new_nbytes_per_s": round(now.new * per_s * total.nbytes / max(1, total.chunks)),
         "used_per_s": round(now.used * per_s, 3),

@@ -10,9 +10,9 @@ import click
 
 from vua.capacity.saved import Totals, saved_today
 from vua.catalog.contents import SHORT, Content
-from vua.catalog.opening import open_contents
+from vua.catalog.opening import open_catalog
 from vua.cli.command import command, option
-from vua.cli.output import Lazy, Report, line, print_strays, progress, table, when
+from vua.cli.output import Lazy, Report, dated, line, print_strays, progress, table, when
 from vua.errors import ConfigError
 from vua.io.words import about, counted, size
 
@@ -30,12 +30,11 @@ def _show(
     if not contents:
         which = "" if model is None else f" of {model!r}; without --model all are listed"
         print(f"{directory}: no namespaces{which}")
-    some = [one.description.name[:SHORT] for one in contents if not one.exact]
     if len(contents) > 1:
         chunks, nbytes = (
             sum(getattr(one, name) for one in contents) for name in ("chunks", "nbytes")
         )
-        namespaces, exact = counted(len(contents), "namespace"), not some
+        namespaces, exact = counted(len(contents), "namespace"), all(one.exact for one in contents)
         line(
             "",
             f"{directory}: {namespaces}, {counted(chunks, 'chunk', exact=exact)}, "
@@ -45,8 +44,8 @@ def _show(
         head = ["namespace", "model", "engine", "dtype"]
         head += [" chunk", " chunks", " files", " size", "newest"]
         table(head, [_row(one) for one in contents])
-    if some:
-        print(f"estimated from a sample: {', '.join(some)}; --exact counts all")
+    if said := dated(contents):
+        print(f"{said}; --exact counts all")
     if saved:
         print(f"today: {saved}")
     for one in contents if long else ():
@@ -66,6 +65,7 @@ def _describe(content: Content, *, long: bool) -> dict[str, object]:
         "files": content.files,
         "nbytes": content.nbytes,
         "exact": content.exact,
+        "counted_s": content.counted_s,
         "newest_s": content.newest_s,
     }
     if long:
@@ -87,7 +87,7 @@ def _row(content: Content) -> list[object]:
         layout.dtype if layout is not None else "-",
         layout.chunk_tokens if layout is not None else "-",
         about(content.chunks, exact=content.exact),
-        about(content.files, exact=content.exact),
+        "-" if content.files is None else content.files,
         about(content.nbytes, size, exact=content.exact),
         when(content.newest_s) if content.newest_s is not None else "-",
     ]
@@ -122,7 +122,7 @@ def _rows(content: Content) -> Iterator[Sequence[object]]:
     type=click.Choice(SORTS),
     default="name",
 )
-@option("--exact", "count very many chunks, not a sample (within 2%)")
+@option("--exact", "count very many chunks now")
 @option("--key-file FILE", "count the savings of engines with this key")
 def ls(
     directory: str,
@@ -135,23 +135,25 @@ def ls(
 ) -> Report:
     """List the namespaces of a cache; ``sort`` is one of SORTS.
 
-    Of a namespace of more than 20,000 chunks in a directory a sample is counted, unless ``exact``.
+    Of a namespace of some 20,000 chunks or more in a directory it tells what was counted last,
+    unless ``exact``.
 
     Raises ConfigError if a directory holds something else, or the key cannot be used; StorageError.
     """
-    catalog = open_contents(directory)
-    found, others = catalog.contents()
-    if others and not found and catalog.is_foreign():
-        raise ConfigError(
-            f"{directory}: not a cache of VUA, {counted(len(others), 'other name')}; name a cache"
-        )
-    with progress() as show:
-        contents = [catalog.content(one, show, long=long, exact=exact) for one in found]
+    catalog = open_catalog(directory)
+    with progress() as show, catalog.namespaces(show) as (found, others):
+        if others and not found and catalog.is_foreign():
+            raise ConfigError(
+                f"{directory}: not a cache of VUA, {counted(len(others), 'other name')}; "
+                "name a cache"
+            )
+        contents = [one.content(show, long=long, exact=exact) for one in found]
     if model is not None:
         named = [one.description for one in contents]
         meant = [model.lower() in one.model.lower() or one.name.startswith(model) for one in named]
         contents = [*compress(contents, meant)]
-    strays = others + [f"{one.description.name}/{path}" for one in contents for path in one.strays]
+    inside = [f"{one.description.name}/{path}" for one in contents for path in one.strays]
+    strays = [*others, *inside]
     if sort != "name":
         contents.sort(key=lambda one: one.nbytes if sort == "size" else one.newest_s or 0.0)
         contents.reverse()

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from rich.console import Console  # takes as long as all of a command
 
     from vua.capacity.spaces import Show
+    from vua.catalog.contents import Content
 
 SOUND: Final = 0
 DAMAGED: Final = 1
@@ -106,6 +107,17 @@ def when(seconds: float) -> str:
         return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(seconds))
     except (OverflowError, ValueError, OSError):
         return f"@{seconds:.0f}"
+
+
+def dated(contents: Iterable[Content]) -> str:
+    """Say when what was not counted just now was counted; "" if all was."""
+    return ", ".join(
+        f"{one.description.name[:12]} as counted {when(one.counted_s)}"
+        if one.counted_s
+        else f"{one.description.name[:12]} estimated"
+        for one in contents
+        if not one.exact
+    )
 
 
 def plain(text: str) -> str:

@@ -11,9 +11,10 @@ from typing import Any, Final
 from vua.capacity.evictor import PINNED_SHARE
 from vua.capacity.limits import Limits
 from vua.capacity.removal import Collection
-from vua.catalog.base import Use, key_ids, resolve
+from vua.catalog.base import Use, resolve
 from vua.catalog.check import NO_KEYS
-from vua.catalog.contents import SHORT
+from vua.catalog.collect import collect, key_ids, remove
+from vua.catalog.contents import SHORT, Content
 from vua.catalog.opening import open_catalog
 from vua.cli.command import argument, asking, command, lifetime_s, option
 from vua.cli.output import (
@@ -21,6 +22,7 @@ from vua.cli.output import (
     SOUND,
     Report,
     cost,
+    dated,
     plain,
     print_strays,
     progress,
@@ -33,6 +35,8 @@ from vua.io.words import about, counted, size
 from vua.security.settings import Security
 
 _LEFT: Final = ("within", "chunks", "nbytes", "exact", "free_nbytes")
+_COUNTED: Final = ("exact", "counted_s", "pinned", "quarantine", "leftovers")
+"""What `vua du --json` says of each namespace as it is in a :class:`Content`."""
 _dry_run = option("--dry-run", "only show what would be deleted")
 _yes = option("--yes", "do not ask (it asks on a terminal only)")
 
@@ -45,11 +49,12 @@ def _show_use(directory: str, use: Use, counts: Mapping[str, int]) -> None:
         head = ["namespace", " chunks", " size", " pinned", " quarantine", " leftovers"]
         rows = [
             [
-                *(one.namespace[:SHORT], about(one.chunks, exact=one.exact)),
-                about(one.nbytes, size, exact=one.exact),
+                *(one.description.name[:SHORT], about(one.chunks, exact=one.exact)),
+                about(one.occupied_nbytes, size, exact=one.exact),
                 "-" if one.pinned is None else one.pinned,
                 *(size(one.quarantine), size(one.leftovers)),
-                *("-" if at is None else when(at / 1e9) for at in (one.oldest_ns, one.newest_ns)),
+                *(when(at / 1e9) for at in one.times_ns),
+                *("-" for _ in range(2 - len(one.times_ns))),
             ]
             for one in use.namespaces
         ]
@@ -59,23 +64,22 @@ def _show_use(directory: str, use: Use, counts: Mapping[str, int]) -> None:
     text += about(use.nbytes, size, exact=use.exact)
     text += "" if most is None else f" of at most {size(most)}"
     text += "" if use.free_nbytes is None else f"; {size(use.free_nbytes)} of the disk free"
-    text += "" if use.exact else "; estimated from a sample, --exact counts all"
+    text += "" if use.exact else f"; {dated(use.namespaces)}; --exact counts all"
     print(plain(text + cost(counts)))
     print_strays(use.strays)
 
 
 @command("du", as_owner_of=True)
-@option("--quick", "estimate all of it from a small sample")
-@option("--exact", "count very many chunks, not a sample (within 2%)")
-def du(directory: str, *, quick: bool = False, exact: bool = False) -> Report:
-    """Report the space that a cache takes, by namespace; ``quick``: from a sample, if cheaper.
+@option("--exact", "count very many chunks now")
+def du(directory: str, *, exact: bool = False) -> Report:
+    """Report the space that a cache takes, by namespace.
 
-    Of a namespace of more than 20,000 chunks in a directory a sample is counted, unless ``exact``.
-    Raises ConfigError, StorageError.
+    Of a namespace of some 20,000 chunks or more in a directory it is what was counted last, unless
+    ``exact``. Raises ConfigError, StorageError.
     """
     catalog = open_catalog(directory)
     with progress() as show:
-        use = (catalog.quick_use() if quick else None) or catalog.use(show, exact=exact)
+        use = catalog.use(show, exact=exact)
     counts = dict(catalog.counts)
     return Report(
         partial(_show_use, directory, use, counts),
@@ -86,15 +90,22 @@ def du(directory: str, *, quick: bool = False, exact: bool = False) -> Report:
         free_nbytes=use.free_nbytes,
         strays=len(use.strays),
         **requests_of(counts),
-        namespaces=[
-            {
-                **asdict(one),
-                "oldest_s": one.oldest_ns and one.oldest_ns / 1e9,
-                "newest_s": one.newest_ns and one.newest_ns / 1e9,
-            }
-            for one in use.namespaces
-        ],
+        namespaces=[_describe(one) for one in use.namespaces],
     )
+
+
+def _describe(content: Content) -> dict[str, object]:
+    oldest_ns, newest_ns = content.times_ns or (None, None)
+    return {
+        "namespace": content.description.name,
+        "chunks": content.chunks,
+        "nbytes": content.occupied_nbytes,
+        **{name: getattr(content, name) for name in _COUNTED},
+        "oldest_ns": oldest_ns,
+        "newest_ns": newest_ns,
+        "oldest_s": oldest_ns and oldest_ns / 1e9,
+        "newest_s": newest_ns and newest_ns / 1e9,
+    }
 
 
 # -- gc -------------------------------------------------------------------------------------------
@@ -164,14 +175,14 @@ def gc(
     inodes = int(inodes) if inodes and str(inodes).isdigit() else inodes
     given = Limits(min_free_inodes=inodes, **limits)
     catalog = open_catalog(directory)
-    catalog.claim()
     lost = partial(key_ids, security) if lost_keys else None
     if lost is not None:
         lost()
     elif security != NO_KEYS:
         raise ConfigError("keys are given but not used: did you mean --lost-keys?")
     with progress() as show:
-        done = catalog.collect(
+        done = collect(
+            catalog,
             given,
             keep=keep,
             quick=quick,
@@ -244,7 +255,7 @@ def pins(directory: str, names: Sequence[str] = (), *, remove: bool = False) -> 
             if not chunk:
                 text = f"{name} is a namespace; pin a chunk, which keeps its whole prefix"
                 raise ConfigError(text)
-            count = space.unpin(chunk) if remove else space.pin(chunk)
+            count = space.pin(chunk, on=not remove)
             found.append({"namespace": space.name, "chunk": chunk, "chunks": count})
         nbytes = 0
         for space in spaces if not names else ():
@@ -295,7 +306,7 @@ def rm(
     if everything == bool(names):
         raise ConfigError("name what to remove, or use --all")
     with progress() as show:
-        done = catalog.remove(names, force=force, dry_run=dry_run, ask=asking(yes=yes), show=show)
+        done = remove(catalog, names, force=force, dry_run=dry_run, ask=asking(yes=yes), show=show)
     if done.left:
         print(f"{directory}: {done.left}", file=sys.stderr)
 

@@ -249,13 +249,8 @@ def verified(
     catalog: Catalog, keys: KnownKeys, part: float, show: Show, *, repair: bool = False
 ) -> tuple[list[Verification], list[str]]:
     """Check a share of every namespace; also return the names of everything else."""
-    found, strays = catalog.contents()
-    return [
-        Verification(one, "unknown")
-        if one.is_unknown
-        else catalog.verify(one, keys, part, show, repair=repair)
-        for one in found
-    ], strays
+    with catalog.namespaces(show) as (found, strays):
+        return [one.verify(keys, part, show, repair=repair) for one in found], [*strays]
 
 
 # -- inspect --------------------------------------------------------------------------------------

@@ -14,10 +14,11 @@ from typing import Final
 import numpy as np
 import torch
 
-from vua.capacity.gc import collect
-from vua.capacity.limits import Limits, ResolvedLimits
-from vua.capacity.removal import GRACE_S, Collection
-from vua.capacity.spaces import TRASH
+from vua.capacity.limits import Limits
+from vua.capacity.removal import Collection
+from vua.capacity.spaces import GRACE_S, TRASH
+from vua.catalog.collect import bring_within
+from vua.catalog.opening import open_catalog
 from vua.format.identity import Identity
 from vua.format.keys import ChunkKey, KeyChain, token_ids
 from vua.format.layout import KVLayout
@@ -182,7 +183,8 @@ class World:
                 os.utime(path, ns=(stamp, stamp), follow_symlinks=False)
 
     def collect(self) -> Collection:
-        return collect(self.root, ResolvedLimits.of(self.root, self.bounds))
+        catalog = open_catalog(str(self.root))
+        return bring_within(catalog, lambda: catalog.limits(self.bounds, catalog.bounds()))
 
     def sweep(self) -> None:
         """Age what is left and collect once. Raises AssertionError where that leaves anything."""

@@ -11,9 +11,8 @@ from unittest import mock
 
 import torch
 
-from commands import run, run_json
+from commands import collect, run, run_json
 from helpers import DirectoryTest, Memory, caches_of, flip, model_arrays, save_chunk
-from vua.capacity.gc import collect
 from vua.capacity.limits import Limits, ResolvedLimits, read_bounds
 from vua.capacity.listing import ancestors
 from vua.capacity.lru import server_now_ns
@@ -250,15 +249,6 @@ class TestPins(GcTest):
                 self.assertEqual(([1, 1], [12], [12, 0]), (before, held, kept))
                 self.assertEqual(([12], 0), (released, gone))
 
-    def test_reader_and_writer(self) -> None:
-        """A pinned chunk is read, found and not written again like any other."""
-        pin(self.opened, names_of(self.trunk)[2])
-        with VUA(CONFIG, self.root) as vua:
-            self.assertEqual(12, vua.get_closest(torch.tensor(self.trunk)).num_tokens)
-            kv = caches_of(layers=1, heads=1, tokens=12, dim=8)
-            self.assertEqual(0, vua.put(torch.tensor(self.trunk), kv))
-        self.assertEqual((0, ""), run("verify", self.root)[::2])
-
 
 class TestCommands(GcTest):
     """`vua gc`, `du`, `ttl`, `pin`, `rm`."""
@@ -294,17 +284,6 @@ class TestCommands(GcTest):
     def ttl(self, *arguments: str) -> tuple[int, float | None]:
         code, report = run_json("ttl", self.root, *arguments)
         return code, report["ttl_s"]
-
-    def test_rm_chunk(self) -> None:
-        """A chunk goes with all that follows it, but for what is pinned."""
-        names = names_of(self.trunk)
-        pin(self.opened, names[2])
-        code, report = run_json("rm", self.root, names[1])
-        self.assertEqual((1, 3, 2), (code, report["chunks"], report["kept"]))
-        code, report = run_json("rm", self.root, names[1], "--pinned")
-        self.assertEqual((0, 2, 0), (code, report["chunks"], report["kept"]))
-        self.assertEqual([1, 1, 3], [*map(self.stored, (self.trunk, self.branch, self.other))])
-        self.assertEqual(2, run("rm", self.root)[0])
 
     def test_rm_asks_for_its_own(self) -> None:
         """The question names what would go, not what else is stored."""

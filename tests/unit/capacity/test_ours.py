@@ -19,9 +19,8 @@ import pytest
 import torch
 
 import foreign
-from commands import run, run_json
+from commands import collect, run, run_json
 from helpers import DirectoryTest, caches_of
-from vua.capacity.gc import collect
 from vua.capacity.limits import Limits, ResolvedLimits, write_bounds
 from vua.capacity.spaces import spaces
 from vua.capacity.usage import measure

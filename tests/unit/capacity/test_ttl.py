@@ -5,10 +5,10 @@ from __future__ import annotations
 from contextlib import closing
 from pathlib import Path
 
+from commands import collect
 from helpers import DirectoryTest, noise
 from vua.capacity import marks
 from vua.capacity.evictor import Evictor
-from vua.capacity.gc import collect
 from vua.capacity.limits import Limits, ResolvedLimits
 from vua.capacity.lru import next_tick_ns, server_now_ns, set_mtime, touch
 from vua.capacity.marks import pin

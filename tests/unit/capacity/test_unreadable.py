@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -11,10 +12,10 @@ from unittest import mock
 import pytest
 
 from buckets import memory_url
-from commands import run, run_json
+from commands import collect, run, run_json
 from helpers import flip
-from seals import ALICE, BOB, CHUNKS, WIDE, KeysTest
-from vua.capacity.gc import evict_unreadable
+from seals import ALICE, BOB, CHUNKS, KeysTest
+from vua.capacity.limits import Limits, ResolvedLimits
 from vua.capacity.marks import pin, unpin
 from vua.capacity.spaces import spaces
 from vua.format.parse import parse_entry
@@ -168,13 +169,16 @@ class TestLost(KeysTest):
             shutil.copy(plain, there / "l0-1.h0-1.safetensors")
             return ids | KnownKeys(new).ids
 
-        with spaces(self.cache) as (space,):
-            freed, _ = evict_unreadable(space, known)
-            left = {path.parent.name for path in self.entries()}
-            self.assertEqual((2, 2), (freed.chunks, len(asked)))
-            self.assertIn(there.name, left)
-            self.assertLessEqual({fresh[place].name for place in range(CHUNKS)}, left)
-            self.assertEqual(CHUNKS, evict_unreadable(space, lambda: ids)[0].chunks)
+        freed = self.collect(known)
+        left = {path.parent.name for path in self.entries()}
+        self.assertEqual((2, 2), (freed, len(asked)))
+        self.assertIn(there.name, left)
+        self.assertLessEqual({fresh[place].name for place in range(CHUNKS)}, left)
+        self.assertEqual(CHUNKS, self.collect(lambda: ids))
+
+    def collect(self, lost: Callable[[], frozenset[str]], **more: Any) -> int:
+        limits = ResolvedLimits.of(self.cache, Limits(min_free_bytes=0))
+        return collect(self.cache, limits, quick=True, lost=lost, **more).lost_keys.chunks
 
     def test_while_in_use(self) -> None:
         """A reader and a writer with other keys notice nothing."""
@@ -188,16 +192,5 @@ class TestLost(KeysTest):
         def known() -> frozenset[str]:
             return KnownKeys(self.security()).ids
 
-        with spaces(self.cache) as (space,):
-            freed, pinned = evict_unreadable(space, known, show=meanwhile)
-        self.assertEqual((CHUNKS, 0), (freed.chunks, pinned))
+        self.assertEqual(CHUNKS, self.collect(known, show=meanwhile))
         self.assertEqual(CHUNKS, self.load(self.one, keys, model).chunks)
-
-    def test_namespaces(self) -> None:
-        """Every namespace is gone through: a key has one id in all of them."""
-        write_key(self.key_of(ALICE))
-        self.save(self.store(WIDE), ALICE)
-        self.assertEqual(2, len({path.parents[2] for path in self.entries()}))
-        self.key_of(ALICE).unlink()
-        self.assertEqual(2 * CHUNKS, self.deleted())
-        self.assertEqual(self.kept, {p: d for p, d in self.entries().items() if p in self.kept})

@@ -1,4 +1,4 @@
-"""Mirrors `vua.catalog.listed`: new storages get the commands of `vua`."""
+"""Mirrors `vua.catalog.stored`: new storages get the commands of `vua`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from conformance.sqlite_storage import SQLiteStorage
 from vua.capacity.spaces import silent
 from vua.catalog import opening
 from vua.catalog.base import Catalog
-from vua.catalog.listed import StorageCatalog
+from vua.catalog.stored import StorageCatalog
 from vua.errors import ConfigError
 from vua.storage.base import WRITTEN
 from vua.storage.description import Description, read_description
@@ -69,17 +69,6 @@ class StoredTest(CliTest):
         self.assertEqual(1, run("rm", self.URL, "--all")[0])
         self.assertEqual(0, run("pin", self.URL, second, "--remove")[0])
         self.assertEqual((0, 0), (run("gc", self.URL, "--max-bytes", "0")[0], self.count()))
-
-    def test_gc_takes_leaves_first(self) -> None:
-        """A chunk stays for as long as one that follows it."""
-        order = self.chunks()
-        for left in (3, 2, 1):
-            total = run_json("du", self.URL)[1]["nbytes"]
-            self.assertEqual(0, run("gc", self.URL, "--max-bytes", f"{total - 1}B")[0])
-            kept = {entry.name[:64] for one in self.storages.values() for entry in one.list()}
-            self.assertEqual(left, self.count())
-            prompt = [name in kept for name in order]
-            self.assertEqual(sorted(prompt, reverse=True), prompt)
 
     def test_gc_of_a_prompt_stored_out_of_order(self) -> None:
         """Leaves go first, in whatever order a writer's threads stored the chunks."""

@@ -183,7 +183,7 @@ class BucketCliTest(DirectoryTest):
         self.assertEqual(0, run("pin", self.url, self.chunks("llama")[1])[0])
         later_s = time.time() + 2 * 86400
         before = {one.key: one.modified_s for one in self.bucket.walk()}
-        with mock.patch("vua.catalog.listed.time.time", return_value=later_s):
+        with mock.patch("vua.catalog.collect.time.time", return_value=later_s):
             self.assertEqual(2, run_json("gc", self.url)[1]["deleted"]["chunks"])
         key = self.entries()[0]
         self.assertGreaterEqual(self.bucket.head(key).modified_s, before[key])

@@ -22,7 +22,7 @@ from helpers import caches_of, contents, flip, read_only, until
 from replay import Cache
 from ui import Served, served
 from vua.capacity.limits import Limits, write_bounds
-from vua.capacity.spaces import spread
+from vua.capacity.spaces import silent, spread
 from vua.catalog.opening import open_catalog
 from vua.cli.ui.server import Files, overview
 from vua.core import VUA, VUAConfig
@@ -100,8 +100,7 @@ class WordsTest(CliTest):
             if words[1:3] == ["gc", str(self.root)] and "--max-bytes" in words:
                 self.assertEqual(0, run(*words[1:], "--dry-run")[0])
                 self.assertEqual(0, run(*words[1:])[0])
-        use = open_catalog(str(self.root)).quick_use()
-        assert use is not None
+        use = open_catalog(str(self.root)).use(silent)
         most = use.limits["max_bytes"]
         assert most is not None
         self.assertLess(use.nbytes, most)

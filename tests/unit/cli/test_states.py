@@ -18,8 +18,8 @@ from buckets import memory_url
 from commands import COMMANDS, TOKENS, filled_in, run, verbs
 from helpers import DirectoryTest, caches_of, flip, until
 from ui import served
+from vua.catalog.bucket import BucketCatalog
 from vua.catalog.directory import DirectoryCatalog
-from vua.catalog.listed import ListedCatalog
 from vua.core import VUA, VUAConfig
 from vua.io import words as words_of
 from vua.security.keyring import write_key
@@ -75,7 +75,7 @@ def emptied(then: Callable[[], None]) -> Iterator[None]:
         return work
 
     with contextlib.ExitStack() as stack:
-        for kind in (DirectoryCatalog, ListedCatalog):
+        for kind in (DirectoryCatalog, BucketCatalog):
             for name, wrap in (("contents", contents), ("namespaces", namespaces)):
                 wrapped = wrap(getattr(kind, name))
                 stack.enter_context(mock.patch.object(kind, name, wrapped))

@@ -26,12 +26,12 @@ from urllib.parse import urlsplit
 
 from vua.capacity.saved import saved_today
 from vua.capacity.spaces import silent
-from vua.catalog.base import Catalog, Finding, NamespaceCatalog, Use
+from vua.catalog.base import Catalog, Finding, Use
 from vua.catalog.check import NO_KEYS
-from vua.catalog.contents import SHORT
+from vua.catalog.contents import SHORT, Content
 from vua.catalog.opening import open_catalog
 from vua.cli.command import command, option
-from vua.cli.output import SOUND, Output, Report, plain, when
+from vua.cli.output import SOUND, Output, Report, dated, plain, when
 from vua.cli.verify import verified
 from vua.errors import ConfigError, VUAError
 from vua.io.words import about, counted, size
@@ -61,11 +61,9 @@ _BETWEEN_READS_S: Final = 600
 
 def overview(catalog: Catalog, files: Files) -> dict[str, Any]:
     """Return what the page shows, in words. Raises VUAError, OSError."""
-    with catalog.namespaces(silent) as (found, _):
-        rows = sorted((_row(catalog, one) for one in found), key=lambda one: -one["nbytes"])
-    use = catalog.quick_use()
-    nbytes = sum(one["nbytes"] for one in rows) if use is None else use.nbytes
-    usable = None if use is None else use.usable_nbytes
+    use = catalog.use(silent, exact=False)
+    rows = sorted((_row(one) for one in use.namespaces), key=lambda one: -one["nbytes"])
+    nbytes, usable = use.nbytes, use.usable_nbytes
     checked = files.findings()
     findings = [*catalog.findings_at_rest(NO_KEYS), *checked]
     findings.sort(key=lambda one: _LEVELS.index(one.level))
@@ -81,7 +79,7 @@ def overview(catalog: Catalog, files: Files) -> dict[str, Any]:
         chunks = sum(one["chunks"] for one in rows)
         exact = all(one["exact"] for one in rows)
         summary = f"{counted(chunks, 'chunk', exact=exact)} in {counted(len(rows), 'namespace')}"
-        summary += "" if exact else ", estimated from a sample"
+        summary += "" if exact else f", {dated(use.namespaces)}"
         summary += f"; today: {saved}" if saved else ""
     return {
         "line": ", ".join(parts),
@@ -98,24 +96,23 @@ def overview(catalog: Catalog, files: Files) -> dict[str, Any]:
     }
 
 
-def _row(catalog: Catalog, space: NamespaceCatalog) -> dict[str, Any]:
-    use = space.use(silent, exact=False)
-    newest_s = (use.newest_ns or 0) / 1e9
+def _row(use: Content) -> dict[str, Any]:
+    newest_s, nbytes = max(use.times_ns, default=0) / 1e9, use.occupied_nbytes
     return {
-        "namespace": use.namespace,
-        "model": plain(space.stated.model) or f"({catalog.state(space.description)} description)",
+        "namespace": use.description.name,
+        "model": plain(use.description.model) or f"({use.state} description)",
         "chunks": use.chunks,
         "counted": about(use.chunks, exact=use.exact),
-        "nbytes": use.nbytes,
-        "size": about(use.nbytes, size, exact=use.exact),
+        "nbytes": nbytes,
+        "size": about(nbytes, size, exact=use.exact),
         "exact": use.exact,
         "newest_s": newest_s,
-        "used": when(newest_s)[:16] if use.chunks else "never",
+        "used": when(newest_s)[:16] if newest_s else "unknown" if use.chunks else "never",
     }
 
 
 def _todo(
-    place: str, rows: Sequence[dict[str, Any]], use: Use | None, bad: Sequence[str]
+    place: str, rows: Sequence[dict[str, Any]], use: Use, bad: Sequence[str]
 ) -> list[tuple[str, str]]:
     todo = []
     if _DAMAGED in bad:
@@ -126,14 +123,14 @@ def _todo(
     if not rows:
         text = "start an engine with it, and ask something of 64 tokens or more"
         return todo or [(text, f"vua-vllm serve MODEL --vua-path {place}")]
-    if use is not None and use.usable_nbytes and use.bounds.max_bytes is None:
+    if use.usable_nbytes and use.bounds.max_bytes is None:
         most = use.usable_nbytes
         if most > use.nbytes:
             most = max(use.nbytes, most * 4 // 5)  # nothing is deleted, and some of the disk left
         given = f"{most >> 30}G" if most >= 10 << 30 else f"{max(1, most >> 20)}M"
         text = f"limit it, for all engines (now {size(use.limits['max_bytes'] or 0)})"
         todo.append((text, f"vua gc {place} --max-bytes {given} --set"))
-    if use is not None and use.limits["ttl_s"] is None:
+    if use.limits["ttl_s"] is None:
         text = "delete what was not used for 30 days"
         todo.append((text, f"vua ttl {place} 30d && vua gc {place}"))
     known = [one for one in rows if one["exact"]]  # a sample may miss the last use
@@ -157,8 +154,8 @@ class Files:
 
     def read(self, catalog: Catalog) -> None:
         """Read some of the files, all if they are few. Raises as `verify`."""
-        use = catalog.quick_use()
-        if use is None or catalog.look_s is not None or use.nbytes > _READ_OF_NBYTES:
+        use = None if catalog.look_s is not None else catalog.use(silent, exact=False)
+        if use is None or use.nbytes > _READ_OF_NBYTES:
             self._read = "none was read, as that costs; `vua verify DIR --sample 1%` reads some"
             return
         share = min(1.0, _READ_NBYTES / max(1, use.nbytes), _READ_CHUNKS / max(1, use.chunks))

@@ -1,0 +1,318 @@
+"""What is done to a cache as a whole, wherever it is: `vua gc` and `vua rm`."""
+
+from __future__ import annotations
+
+import contextlib
+import heapq
+import itertools
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, replace
+from functools import partial
+from typing import Any, Final
+
+from vua.capacity.limits import Limits
+from vua.capacity.listing import ListedChunk, Listing
+from vua.capacity.removal import NOTHING, Collection, DeletionTotals
+from vua.capacity.spaces import Show, silent
+from vua.catalog.base import Ask, Catalog, NamespaceCatalog, Removal, resolve
+from vua.catalog.contents import SHORT
+from vua.errors import ConfigError, explaining
+from vua.io.words import counted, size
+from vua.security.keyring import KnownKeys
+from vua.security.settings import Security
+
+_AT_ONCE: Final = 256
+"""Chunks whose headers are read between two progress reports."""
+Lost = Callable[[], frozenset[str]]
+"""Returns the ids of all keys that are not lost, as they are now."""
+
+
+def collect(
+    catalog: Catalog, given: Limits, *, keep: bool = False, ask: Ask, **more: Any
+) -> Collection:  # fmt: skip
+    """Bring a cache within its limits and sweep it.
+
+    Args:
+        catalog: the cache.
+        given: limits beside those of ``bounds.json``; with ``keep`` they are written there.
+        keep: see ``given``.
+        ask: asks before much is deleted.
+        more: as for :func:`bring_within`.
+
+    Raises as :func:`bring_within`.
+    """
+    lasting = {name: one for name, one in asdict(given).items() if one is not None}
+    if (
+        catalog.free_nbytes() is None
+        and not given.min_free_bytes is given.max_bytes_per_salt is None
+    ):
+        raise ConfigError(
+            "--min-free and --max-per-salt do not apply to buckets; use --max-bytes or --ttl"
+        )
+
+    def limits() -> Mapping[str, Any]:
+        if keep:
+            return catalog.limits(replace(catalog.bounds(), **lasting))
+        return catalog.limits(given, catalog.bounds())
+
+    def begin(nbytes: int, most: int | None) -> None:
+        if given.max_bytes is not None and most is not None and nbytes > most:
+            change = f"from {size(nbytes)} to {size(most)}"
+            ask(f"Shrink {catalog.where} {change} by deleting the rest?")
+        if keep:
+            catalog.keep(lasting)
+
+    return bring_within(catalog, limits, begin=begin, **more)
+
+
+def bring_within(
+    catalog: Catalog, limits_now: Callable[[], Mapping[str, Any]], *, quick: bool = False,
+    lost: Lost | None = None, dry_run: bool = False, show: Show = silent,
+    begin: Callable[[int, int | None], None] | None = None,
+) -> Collection:  # fmt: skip
+    """Bring a cache within limits in bytes and seconds, and sweep it.
+
+    Safe beside readers, writers and other passes: nothing younger than an hour counts as remains of
+    a crash, and a chunk is looked at again before it is deleted. Foreign files stay unchanged.
+
+    Args:
+        catalog: the cache.
+        limits_now: returns what to keep to, as :meth:`Catalog.limits`.
+        quick: skip what needs a header of each chunk.
+        lost: chunks sealed with other keys than it returns are deleted: a tenant's, whose key was
+            deleted.
+        dry_run: change nothing, and report what would be deleted.
+        show: reports progress.
+        begin: called before anything is changed, with the bytes that are stored, about, and the
+            most.
+
+    Raises ConfigError for a place without the mark, OSError if it cannot be listed or changed.
+    """
+    began_s = time.monotonic()
+    with explaining(catalog.where):
+        catalog.claim()
+        done = Collection(limits := limits_now())
+        with catalog.namespaces(show) as (every, others):
+            ours = [one for one in every if one.is_ours]
+            found = [one for one in ours if not one.stated.is_unknown]
+            if begin is not None and not dry_run:
+                begin(catalog.stored_nbytes(found), limits["max_bytes"])
+            done.leftovers = DeletionTotals(*catalog.sweep(found, dry_run=dry_run))
+            for space in found:
+                delete = partial(_delete, space, show=show, dry_run=dry_run)
+                if lost is not None:
+                    done.lost_keys += _delete_unreadable(space, lost, done, delete, show)
+                if not (quick or space.order_costs):
+                    _delete_useless(space, limits["max_bytes_per_salt"], done, delete, show)
+            if not catalog.evict(limits, done, show, dry_run=dry_run):
+                _evict_oldest(found, limits, done, show, dry_run=dry_run)
+            done.strays = _strays(every, ours, others)
+    done.seconds = time.monotonic() - began_s
+    return done
+
+
+def _delete(
+    space: NamespaceCatalog, listing: Listing, still_goes: Callable[[ListedChunk], bool], *,
+    show: Show, dry_run: bool,
+) -> DeletionTotals:  # fmt: skip
+    """Delete doomed chunks that still go; what stays is not in the listing any more, either."""
+    removal = Removal()
+    some = filter(still_goes, _doomed(listing, space.name, show))
+    space.delete(some, removal, dry_run=dry_run)
+    listing.remove_doomed()
+    return DeletionTotals(removal.chunks, removal.nbytes)
+
+
+def _delete_unreadable(
+    space: NamespaceCatalog, lost: Lost, done: Collection, delete: Callable[..., DeletionTotals],
+    show: Show,
+) -> DeletionTotals:  # fmt: skip
+    """Delete the chunks sealed with lost keys alone, children before parents.
+
+    Headers name keys alike in every namespace, so this needs no key, only the ids of the remaining
+    ones.
+    """
+    known, listing, count = lost(), space.names(show), 0
+
+    def is_lost(ids: set[str]) -> bool:
+        return bool(ids) and not {"", *known} & ids
+
+    for some in listing.parts(_AT_ONCE):
+        show(f"{space.name[:SHORT]}: reading headers", amount=count, unit="chunk")
+        count += len(some)
+        for one, ids in zip(some, space.each(space.sealed_with, some), strict=True):
+            if is_lost(ids):
+                info = space.header(one.paths[0])
+                listing.doom(one.name, -info.start if info is not None else 0)
+    if held := listing.spare_pinned():
+        stay = counted(held, "chunk", "is", "are")
+        done.problems.append(
+            f"{space.name[:SHORT]}: {stay} pinned and kept, with a lost key; "
+            "`vua pin DIR` lists pins, `vua rm DIR NAME --pinned` deletes"
+        )
+    if not listing.totals(doomed=True).chunks:
+        return NOTHING
+    known = lost()  # a key that was made meanwhile may have sealed some of them
+    return delete(listing, lambda one: is_lost(space.sealed_with(one)))
+
+
+def _delete_useless(
+    space: NamespaceCatalog, most: int | None, done: Collection,
+    delete: Callable[..., DeletionTotals], show: Show,
+) -> None:  # fmt: skip
+    """Delete what no lookup can reach, and what of a salt is more than ``most`` bytes."""
+    listing = space.listing(show)
+    done.leftovers += DeletionTotals(*space.settle(listing))
+    listing.doom_orphans()
+    done.orphans += delete(listing, space.is_orphan)
+    if most is not None:
+        listing.doom_over(most)
+        done.over_quota += delete(listing, space.is_unused)
+    done.pinned_nbytes = (done.pinned_nbytes or 0) + listing.totals().pinned_nbytes
+
+
+def _evict_oldest(
+    found: Sequence[NamespaceCatalog], limits: Mapping[str, Any], done: Collection, show: Show, *,
+    dry_run: bool,
+) -> None:  # fmt: skip
+    """Delete the least recently used; a chunk stays as long as one that follows it.
+
+    Pinned chunks stay. They are renewed after half of their life, so that no lifecycle rule deletes
+    them.
+    """
+    totals = [space.chunks.totals() for space in found]
+    total, now_ns = sum(one.nbytes for one in totals), int(time.time() * 1e9)
+    most = total if limits["max_bytes"] is None else limits["max_bytes"]
+    before_ns = 0 if limits["ttl_s"] is None else now_ns - int(limits["ttl_s"] * 1e9)
+    oldest_ns = min((one.oldest_ns or 0 for one in totals if one.chunks), default=now_ns)
+    if total > most or oldest_ns < before_ns:
+        listings = [space.listing(show) for space in found]
+        done.expired, done.evicted = _choose_victims(listings, total - most, before_ns)
+        for space, listing in zip(found, listings, strict=True):
+            _delete(space, listing, bool, show=show, dry_run=dry_run)
+            if not dry_run:
+                with contextlib.suppress(OSError):  # then it is read again the next time
+                    space.note_befores()
+    for space in () if dry_run or limits["ttl_s"] is None else found:
+        for some in space.chunks.pinned(_AT_ONCE, (now_ns + before_ns) // 2):
+            space.renew(some)
+    totals = [space.chunks.totals() for space in found]
+    done.chunks, done.nbytes, done.pinned_nbytes = (
+        sum(getattr(one, name) for one in totals) for name in ("chunks", "nbytes", "pinned_nbytes")
+    )
+    done.within = done.nbytes <= most
+
+
+def _choose_victims(
+    listings: Sequence[Listing], excess: int, before_ns: int
+) -> tuple[DeletionTotals, DeletionTotals]:
+    """Doom chunks not used since ``before_ns``, and more until ``excess`` bytes are freed.
+
+    A chunk comes after the chunks that follow it in prompts, also if they were written earlier.
+    Pinned ones stay. Returns what both amount to.
+    """
+    expired = evicted = NOTHING
+    by_need = (zip(one.by_need(), itertools.repeat(one), strict=False) for one in listings)
+    order = heapq.merge(*by_need, key=lambda row: row[0])
+    for place, ((needed_ns, _, name, nbytes), listing) in enumerate(order):
+        if needed_ns < before_ns:
+            expired += DeletionTotals(1, nbytes)
+        elif expired.nbytes + evicted.nbytes < excess:
+            evicted += DeletionTotals(1, nbytes)
+        else:
+            break
+        listing.doom(name, place)
+    return expired, evicted
+
+
+def remove(
+    catalog: Catalog, names: Sequence[str], *, force: bool, dry_run: bool, ask: Ask, show: Show
+) -> Removal:
+    """Delete chunks with all that follow them, leaves first, or namespaces.
+
+    Args:
+        catalog: the cache.
+        names: first digits of names; none for all namespaces.
+        force: also pinned chunks.
+        dry_run: change nothing, and report what would be deleted.
+        ask: asks before anything is deleted.
+        show: reports progress.
+    """
+    with explaining(catalog.where), catalog.namespaces(show) as (found, others):
+        picked, ours = [resolve(found, one) for one in names], [one for one in found if one.is_ours]
+        picked = picked or [(one, "") for one in ours]
+        done, (some, whole) = Removal(), _picked(picked, show, force=force)
+        for listing in some.values():
+            done.kept += 0 if force else listing.spare_pinned()
+            total = listing.totals(doomed=True)
+            done.chunks += total.chunks
+            done.nbytes += total.nbytes
+        done.nbytes += sum(space.quarantined() for space in whole)
+        done.strays = _strays(found, ours, others)
+        if dry_run:
+            return done
+        if done.chunks or whole:
+            part = counted(len(whole), "namespace") if whole else "chunks"
+            text = f"{counted(done.chunks, 'chunk')}, {size(done.nbytes)}"
+            ask(f"Delete {part if names else 'everything'} in {catalog.where} ({text})?")
+        done.chunks, done.nbytes = 0, 0
+        for space, listing in some.items():
+            space.delete(_doomed(listing, space.name, show), done)
+            if space in whole:
+                space.drop(done)
+    return done
+
+
+def _picked(
+    picked: Sequence[tuple[NamespaceCatalog, str]], show: Show, *, force: bool
+) -> tuple[dict[NamespaceCatalog, Listing], list[NamespaceCatalog]]:
+    """Doom what was picked; return the listings, and the namespaces that go as a whole."""
+    some, whole = dict[NamespaceCatalog, Listing](), list[NamespaceCatalog]()
+    for space, chunk in sorted(picked, key=lambda one: one[1]):  # namespaces come first
+        if not (chunk or space.is_ours):
+            raise ConfigError(f"{space.name} is not a namespace of VUA, it stays unchanged")
+        if space in whole:
+            continue
+        if space not in some:
+            some[space] = space.listing(show) if chunk else space.names(show)
+        if not chunk and (force or not some[space].totals().pinned):
+            whole.append(space)
+        some[space].doom_below(chunk)
+    return some, whole
+
+
+def _doomed(listing: Listing, name: str, show: Show) -> Iterator[ListedChunk]:
+    """Yield the chunks to delete of the namespace ``name``, in order."""
+    freed = 0
+    for one in listing.doomed():
+        if (chunk := listing.get(one)) is not None:
+            show(f"{name[:SHORT]}: deleting", amount=freed)
+            freed += chunk.nbytes
+            yield chunk
+
+
+def _strays(
+    found: Sequence[NamespaceCatalog], ours: Sequence[NamespaceCatalog], others: Sequence[str]
+) -> list[str]:
+    """Return the names of what is not VUA's, as far as it was listed."""
+    inside = [f"{one.name}/{path}" for one in ours for path in one.strays]
+    return [*others, *(one.name for one in found if one not in ours), *inside]
+
+
+def key_ids(security: Security) -> frozenset[str]:
+    """Return the ids of all keys, read now; never none, as then every key would count as lost.
+
+    Raises ConfigError if no key is given, if a file is not a usable key, or if a directory of keys
+    holds none.
+    """
+    if security.key_file is None and security.tenant_keys is None:
+        msg = "--lost-keys needs the keys that are not lost: --key-file, --tenant-keys, or both"
+        raise ConfigError(msg)
+    known = KnownKeys(security)
+    if security.tenant_keys is not None and not known.tenants:
+        raise ConfigError(
+            f"--tenant-keys {security.tenant_keys} holds no key, so every tenant's chunks would "
+            "go; is it the right directory? Leave it out if that is meant (and give --key-file)"
+        )
+    return known.ids

@@ -1,0 +1,189 @@
+"""The catalog of any storage that can list its entries.
+
+A new storage (:class:`vua.storage.base.Storage`) gets `vua ls`, `du`, `gc`, `rm`, `top`, `verify`
+and `explain` by it, and `vua pin` if it is a :class:`PinnedStorage`, too::
+
+    def opened(where: str, *, create: bool) -> Catalog:
+        storages = {"<64 hex>": MyStorage(where)}  # by namespace
+        return StorageCatalog(where, storages, describe=...)
+
+    register("mine", opened)  # now `vua gc mine://...` works
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import itertools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Final, Protocol, runtime_checkable
+
+from vua.capacity.limits import Limits
+from vua.capacity.listing import ListedChunk
+from vua.capacity.spaces import Show
+from vua.catalog.base import Catalog, NamespaceCatalog, Removal
+from vua.catalog.check import Check, Checker, ExpectedEntry, OpenFile, Verification, sampled
+from vua.catalog.contents import Item
+from vua.errors import ConfigError, EntryError
+from vua.format.entry import MAX_HEADER_NBYTES
+from vua.format.parse import EntryInfo, parse_entry
+from vua.security.keyring import KnownKeys
+from vua.storage.base import Batch, Storage, entry_name, parse_name
+from vua.storage.description import Description
+from vua.storage.names import PIN, SUFFIX, chunk_path, entry_at
+
+_HELD: Final = 64
+"""Most entries in memory at a time."""
+
+
+def checked_entries(
+    space: NamespaceCatalog, storage: Storage, keys: KnownKeys, share: float, *, repair: bool,
+    read: Callable[[str], tuple[bytes | memoryview, bytes | None]],
+) -> Iterator[tuple[int, Verification]]:  # fmt: skip
+    """Check a namespace's entries as a whole; ``read`` returns one's bytes, and its version."""
+    checker, fans = Checker(keys), sampled([f"{fan:02x}" for fan in range(256)], share)
+
+    def check(item: Item) -> tuple[Item, Check | None, bool]:
+        if item.kind != "entry":
+            return item, None, False
+        try:
+            data, version = read(item.path)
+        except OSError as problem:
+            return item, Check("error", (str(problem),), 0), False
+        where = ExpectedEntry(space.name, item.chunk, item.shard)
+        done = checker.check_bytes(memoryview(bytearray(data)), where)
+        if not repair or done.outcome not in ("corrupt", "foreign") or item.shard is None:
+            return item, done, False
+        return item, done, storage.delete(entry_name(item.chunk, item.shard), version)
+
+    chosen = (one for one in space.items() if one.kind != "entry" or one.chunk[:2] in fans)
+    while some := list(itertools.islice(chosen, _HELD)):
+        part = Verification(space.stated, "")
+        for item, done, removed in space.each(check, some):
+            if done is None:
+                part.add_other(item)
+            else:
+                part.add(item.path, done)
+                part.removed += removed
+        yield 0, part
+
+
+@runtime_checkable
+class PinnedStorage(Protocol):
+    """A storage that keeps pins: pairs of a held chunk and the pinned chunk."""
+
+    def pins(self) -> Sequence[tuple[str, str]]: ...
+
+    def add_pins(self, pins: Sequence[tuple[str, str]]) -> None:
+        """Keep pins. Raises OSError."""
+        ...
+
+    def remove_pins(self, pins: Sequence[tuple[str, str]]) -> None:
+        """Forget pins, if present. Raises OSError."""
+        ...
+
+
+class StorageNamespace(NamespaceCatalog):
+    """The entries of one storage."""
+
+    def __init__(self, description: Description, storage: Storage, show: Show) -> None:
+        super().__init__(description, show)
+        self.storage = storage
+
+    @property
+    def state(self) -> str:
+        return "ok" if self.stated.layout is not None else "missing"
+
+    def items(self) -> Iterator[Item]:
+        """Yield the entries and pins, as files of a directory."""
+        for entry in sorted(self.storage.list(), key=lambda one: one.name):
+            chunk, shard = parse_name(entry.name)
+            path = f"{chunk[:2]}/{entry.name}{SUFFIX}"
+            used_ns = int(entry.last_used_s * 1e9)
+            yield Item(
+                *(path, "entry", entry.nbytes, entry.last_used_s),
+                chunk=chunk, shard=shard, used_ns=used_ns,
+            )  # fmt: skip
+        for held, pinned in self.storage.pins() if isinstance(self.storage, PinnedStorage) else ():
+            yield Item(f"{chunk_path(held)}/{PIN}{pinned}", "mark")
+
+    def header(self, path: str) -> EntryInfo | None:
+        with contextlib.suppress(OSError, EntryError):
+            return parse_entry(self._read(path, MAX_HEADER_NBYTES)[0])
+        return None
+
+    @contextlib.contextmanager
+    def opened(self, path: str) -> Iterator[OpenFile]:
+        yield OpenFile(io.BytesIO(self._read(path)[0]))
+
+    def _read(self, path: str, most: int | None = None) -> tuple[bytes, bytes | None]:
+        """Return an entry's first bytes, by default all, and its version. Raises OSError."""
+        name = entry_at(path)
+        sizes = {one.name: one.nbytes for one in self.storage.list(name[:64])} if name else {}
+        if name not in sizes:
+            raise FileNotFoundError(path)
+        batch = Batch.of_bytes(name, sizes[name], most)
+        filled = self.storage.read(batch)
+        if isinstance(filled.problem, EntryError):
+            raise OSError(str(filled.problem)) from filled.problem
+        if filled.problem is not None:
+            raise filled.problem
+        return bytes(batch.headers[0]), filled.version(0)
+
+    def checked(
+        self, keys: KnownKeys, share: float, *, repair: bool
+    ) -> Iterator[tuple[int, Verification]]:
+        return checked_entries(self, self.storage, keys, share, repair=repair, read=self._read)
+
+    def pin(self, chunk: str, *, on: bool = True) -> int:
+        """As in the base class. Raises ConfigError if the storage keeps no pins."""
+        if not isinstance(self.storage, PinnedStorage):
+            raise ConfigError(f"{type(self.storage).__name__} keeps no pins")
+        held = [(one, chunk) for one in self.ancestors(chunk)]
+        (self.storage.add_pins if on else self.storage.remove_pins)(held)
+        return len(held)
+
+    def erase(self, chunks: Sequence[ListedChunk], done: Removal) -> None:
+        done.count(chunks)
+        done.objects = (done.objects or 0) + sum(len(one.paths) for one in chunks)
+        for chunk in chunks:
+            for path in chunk.paths:
+                self.storage.delete(entry_at(path))
+            if isinstance(self.storage, PinnedStorage):
+                self.storage.remove_pins([(chunk.name, pinned) for pinned in chunk.pins])
+
+
+class StorageCatalog(Catalog):
+    """A cache whose namespaces are in storages. It keeps no limits: each `vua gc` is given them."""
+
+    def __init__(
+        self, where: str, storages: Mapping[str, Storage], describe: Callable[[str], Description]
+    ) -> None:
+        """Use open storages.
+
+        Args:
+            where: the operator's name of the cache.
+            storages: by namespace, 64 hex.
+            describe: returns a namespace's description.
+        """
+        super().__init__(where, Path(where.partition("://")[2] or where))
+        self._storages, self._describe = storages, describe
+
+    def contents(self) -> tuple[list[Description], list[str]]:
+        return [self._describe(name) for name in sorted(self._storages)], []
+
+    @contextlib.contextmanager
+    def namespaces(self, show: Show) -> Iterator[tuple[Sequence[StorageNamespace], Sequence[str]]]:
+        found, others = self.contents()
+        yield [StorageNamespace(one, self._storages[one.name], show) for one in found], others
+
+    def claim(self) -> None:
+        """Do nothing: a storage holds nothing else."""
+
+    def bounds(self) -> Limits:
+        return Limits()
+
+    def write_bounds(self, bounds: Limits) -> None:
+        del bounds
+        raise ConfigError(f"{self.where} keeps no limits; give them to each `vua gc`")
