@@ -6,7 +6,7 @@ Times, sizes of the disk and what depends on the machine are replaced by the kin
 
 from __future__ import annotations
 
-import itertools
+import difflib
 import json
 import os
 import re
@@ -19,6 +19,7 @@ from unittest import mock
 
 import numpy as np
 import pytest
+import torch
 from safetensors.numpy import save_file
 
 from buckets import memory_url
@@ -117,6 +118,22 @@ def told(words: Sequence[object], names: Mapping[str, str]) -> str:
     return shown("\n".join(part.rstrip("\n") for part in parts) + "\n", names)
 
 
+def differences(one: object, other: object, at: str = "") -> Iterator[str]:
+    """The fields that only one of two reports has; null stands for what a field may hold."""
+    if isinstance(one, dict) and isinstance(other, dict):
+        yield from (f"{at}.{name}" for name in one.keys() ^ other.keys())
+        for name in one.keys() & other.keys() - {"salts"}:  # whose names are data
+            yield from differences(one[name], other[name], f"{at}.{name}")
+    elif isinstance(one, list) and isinstance(other, list):
+        for pair in zip(one, other, strict=False):
+            yield from differences(*pair, at=f"{at}[]")
+
+
+def document(said: str) -> object:
+    """The first JSON document in what a command printed."""
+    return json.JSONDecoder().raw_decode(said.partition("stdout:\n")[2] or "null")[0]
+
+
 class SnapshotTest(CliTest):
     """A directory with two namespaces, and the same in a bucket."""
 
@@ -128,9 +145,9 @@ class SnapshotTest(CliTest):
         self.enterContext(mock.patch.dict(os.environ, COLUMNS="100", LINES="50"))
         os.environ.pop("VUA_PATH", None)
         self.url = memory_url()
-        for model, chunks in (("llama", 3), ("qwen", 1)):
+        for model, chunks, dtype in (("llama", 3, torch.float32), ("qwen", 1, torch.bfloat16)):
             with VUA(VUAConfig(split_factor=4, model=model), self.url) as vua:
-                cache = caches_of(layers=3, heads=2, tokens=4 * chunks, dim=8)
+                cache = caches_of(layers=3, heads=2, tokens=4 * chunks, dim=8, dtype=dtype)
                 vua.put(TOKENS[: 4 * chunks], cache)
         self.beside = Path(f"{self.root}-beside")
         self.beside.mkdir()
@@ -171,7 +188,7 @@ class SnapshotTest(CliTest):
         yield ["ls", where]
         yield ["ls", where, "--long", "--sort", "size"]
         yield ["du", where]
-        yield ["du", where, "--quick"]
+        yield ["du", where, "--exact"]
         yield ["verify", where]
         yield ["inspect", self.entry(where)]
         yield ["top", where, "--once", "--interval", "0.01"]
@@ -204,10 +221,7 @@ class SnapshotTest(CliTest):
         yield ["du", where]
 
     def entry(self, where: str) -> str:
-        if where != self.url:
-            return str(self.file)
-        keys = sorted(one.key for one in Bucket.at(where).walk() if one.key.endswith("tensors"))
-        return f"{where}/{keys[0]}"
+        return f"{where}/{self.file.relative_to(self.root)}"
 
     def damage(self, where: str) -> None:
         if where != self.url:
@@ -215,25 +229,33 @@ class SnapshotTest(CliTest):
             return
         bucket, key = Bucket.at(where), self.entry(where).removeprefix(f"{where}/")
         data = bytearray(bucket.get(key)[1])
-        data[-1] ^= 1
+        data[4200] ^= 1
         bucket.put(key, bytes(data))
 
-    def test_directory(self) -> None:
-        """JSON of commands on a directory."""
-        where = str(self.root)
-        more = ["key", self.beside / "key"], ["identify", self.beside], ["args", "vllm", "/kv"]
-        commands = itertools.chain(self.commands(where, "dir"), more)
-        self.check("directory", [told([*words, "--json"], self.names) for words in commands])
-
-    def test_bucket(self) -> None:
-        """JSON of commands on a bucket, and the requests that they send."""
-        counts, texts = Bucket.at(self.url).counts, []
-        for words in self.commands(self.url, "bucket"):
+    def test_json(self) -> None:
+        """JSON of commands on a directory; of a bucket what differs, and the requests it takes."""
+        counts, texts, others = Bucket.at(self.url).counts, list[str](), list[str]()
+        both = self.commands(str(self.root), "dir"), self.commands(self.url, "far")
+        tar = {"far.tar": "dir.tar", "far-damaged": "dir-damaged"}
+        in_bucket = {**self.names, self.url: "DIR", **tar}
+        for here, there in zip(*both, strict=True):
+            texts.append(told([*here, "--json"], self.names))
             before = counts.copy()
+            found, sent = told([*there, "--json"], in_bucket), counts - before
+            with self.subTest(here):  # what one cannot fill is null
+                self.assertEqual([], list(differences(document(texts[-1]), document(found))))
+            lines = difflib.unified_diff(texts[-1].splitlines(), found.splitlines(), n=0)
+            differs = [one for one in lines if not one.startswith(("---", "+++", "@@"))]
+            requests = [f"{kind}: {sent[kind]}" for kind in KINDS if sent[kind]]
+            others.append("\n".join([texts[-1].partition("\n")[0], *differs, *requests, ""]))
+        for words in (
+            ["key", self.beside / "key"],
+            ["identify", self.beside],
+            ["args", "vllm", "/kv"],
+        ):
             texts.append(told([*words, "--json"], self.names))
-            sent = counts - before
-            texts[-1] += "".join(f"{kind}: {sent[kind]}\n" for kind in KINDS if sent[kind])
-        self.check("bucket", texts)
+        self.check("directory", texts)
+        self.check("bucket", others)
 
 
 class TextTest(DirectoryTest):
