@@ -144,7 +144,7 @@ class CensusTest(DirectoryTest):
                 VUA(config, self.root) as vua,
             ):
                 kv = caches_of(layers=1, heads=1, tokens=4, dim=8)
-                vua.put(torch.arange(4) + nbytes % 1000, kv)
+                vua.put(torch.arange(4) + 10 * reads, kv)
             files += 1
             self.assertEqual(files, len(self.files()))
             self.assertEqual(reads > 1, measure.called)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import random
 import time
-import tracemalloc
 import unittest
 from collections import defaultdict
 from pathlib import Path
@@ -110,8 +109,6 @@ class ForestTest(DirectoryTest):
         """What goes first: unpinned, not needed for longest, children before parents."""
         self.assertGreater(len(self.held), 1)
         self.assertEqual(self.plain.by_need(), [name for _, _, name, _ in self.listing.by_need()])
-
-
 
 
 def many(count: int) -> Listing:
