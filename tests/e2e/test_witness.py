@@ -78,6 +78,18 @@ class WitnessTest(EngineTest):
         self.assertNotIn("equals what this engine computes", again.log)
 
     @pytest.mark.thorough
+    def test_compiled(self) -> None:
+        """What `torch.compile` made, anew or out of its cache, is no part of the setup."""
+        made = self.folder / "vllm"
+        compiled: dict[str, Any] = {"engine": {"enforce_eager": False}}
+        # as for its users: vLLM's own CI leaves out the compiler
+        compiled["environment"] = {"VLLM_CACHE_ROOT": str(made), "VLLM_CPU_CI_ENV": "0"}
+        cold, again = (self.engine(PROMPT, OTHER, **compiled) for _ in range(2))
+        self.assertEqual(cold.tokens, again.tokens)
+        self.assertEqual([[0, 0], [640, 640]], [cold.cached, again.cached])
+        self.assertTrue([*made.rglob("*.cpp")])  # control: it was compiled
+
+    @pytest.mark.thorough
     def test_replaced_functions(self) -> None:
         """What an engine with replaced functions stored, an engine without them does not load."""
         expected = self.baseline(Batch([PROMPT]), Batch([OTHER]))

@@ -43,6 +43,8 @@ _OF_A_PLACE: Final = re.compile(
     "ADDR|CACHE|DEBUG|DEVICES|DIR|HOME|HOST|IDENT|IFNAME|LOG|NAME|PATH|PORT|SERVICE|SOCKET|TRACE"
 )
 _ADDRESS: Final = re.compile(r" at 0x[0-9a-f]+")
+_OF_A_COMPILATION: Final = re.compile(r"(?<=__compiled_fn_)(\d+)_[0-9a-f_]{36}")
+"""In names of functions that `torch.compile` makes, anew each time."""
 
 
 class Engine(NamedTuple):
@@ -299,8 +301,8 @@ def code_of(
     for name in hooks:
         found.add(name, dict(getattr(torch.nn.modules.module, name)))
     found.run()
-    digest = hashlib.sha256(json.dumps(sorted(found.found)).encode()).hexdigest()
-    return Code(digest, found.sources)
+    lines = sorted((_OF_A_COMPILATION.sub(r"\1", place), what) for place, what in found.found)
+    return Code(hashlib.sha256(json.dumps(lines).encode()).hexdigest(), found.sources)
 
 
 @functools.cache
@@ -356,4 +358,5 @@ def _digest(code: types.CodeType) -> str:
     ]
     names = [code.co_names, code.co_varnames, code.co_freevars, code.co_cellvars]
     parts = [code.co_code.hex(), constants, names, code.co_argcount, code.co_flags]
-    return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
+    text = _OF_A_COMPILATION.sub(r"\1", json.dumps(parts))
+    return hashlib.sha256(text.encode()).hexdigest()
