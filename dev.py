@@ -39,8 +39,7 @@ NEWEST = VENV / f"vllm-{NEWEST_VLLM}"
 OLDEST_TESTS = (
     "tests/unit/device/test_cpu_pages.py",
     "tests/e2e/test_versions.py",
-    "tests/e2e/test_damage.py::DamagedTest::test_deleted_file",
-    "tests/e2e/test_damage.py::DamagedTest::test_flipped_bit",
+    "tests/e2e/test_damage.py::DamagedTest::test_files",
     "tests/e2e/test_parallel.py::TensorParallelTest::test_one_worker_then_two",
     "tests/e2e/test_parallel.py::TensorParallelTest::test_two_workers",
     "tests/e2e/test_reuse.py::ReuseTest",
@@ -48,8 +47,7 @@ OLDEST_TESTS = (
 NEWEST_TESTS = (
     "tests/e2e/test_versions.py",
     "tests/e2e/test_fields.py",
-    "tests/e2e/test_damage.py::DamagedTest::test_deleted_file",
-    "tests/e2e/test_damage.py::DamagedTest::test_flipped_bit",
+    "tests/e2e/test_damage.py::DamagedTest::test_files",
     "tests/e2e/test_reuse.py::ReuseTest",
 )
 SGLANG_VERSION = "0.5.23"
