@@ -358,7 +358,6 @@ def run(root: Path, options: argparse.Namespace) -> dict[str, Any]:
         json.dump([chunks // 64, *range(1, 64), *range(9, 73)], other)
         stored.flush()
         other.flush()
-        timed(report, "du", where, "--quick")
         timed(report, "du", where)
         timed(report, "ls", where)
         timed(report, "explain", where, "--tokens", stored.name)

@@ -105,7 +105,7 @@ class Loading:
             staged = buffers[at // 2 % 2]
             staged.fence.wait()
             memory = staged.memory
-            loader = self.loaders.setdefault(staged.host, Loader(self.store, memory))
+            loader = self.loaders.setdefault(staged, Loader(self.store, memory))
             expect("load", holds=loader.load(self.keys[at : at + 2]).chunks == 2)
             staging.load(staged, [self.slots[at : at + 2]])
         for staged in buffers:

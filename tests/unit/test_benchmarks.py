@@ -66,7 +66,7 @@ class ProgramTest(DirectoryTest):
         (found,) = self.run_json("scale.py", *words, "--out").values()
         self.assertEqual({"64", "128", "256"}, {*found["costs"]["du"]})
         found = self.run_json("directory.py", kv, "2048", "--seconds", "0.2", "--out")
-        self.assertEqual((12, 9), (len(found["serving"]), len(found["commands"])))
+        self.assertEqual((12, 8), (len(found["serving"]), len(found["commands"])))
         self.assertFalse(Path(kv).exists())
 
     def test_speed(self) -> None:
