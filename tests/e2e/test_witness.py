@@ -78,6 +78,7 @@ class WitnessTest(EngineTest):
         self.assertNotIn("equals what this engine computes", again.log)
 
     @pytest.mark.thorough
+    @pytest.mark.skipif(not shutil.which("g++"), reason="torch.compile needs a C++ compiler")
     def test_compiled(self) -> None:
         """What `torch.compile` made, anew or out of its cache, is no part of the setup."""
         made = self.folder / "vllm"
