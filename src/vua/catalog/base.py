@@ -212,12 +212,20 @@ class NamespaceCatalog(ABC):
     # -- what a kind of place does ----------------------------------------------------------------
 
     @property
-    @abstractmethod
     def state(self) -> str:
         """The state of ``namespace.json``: ``ok``, ``missing``, ``damaged``, or ``unknown``.
 
         Another version of VUA has written an unknown one.
         """
+        if self.stated.layout is not None:
+            return "ok"
+        if self.stated.is_unknown:
+            return "unknown"
+        return "damaged" if self.has_description() else "missing"
+
+    @abstractmethod
+    def has_description(self) -> bool:
+        """Whether something has the description's name, usable or not."""
 
     @abstractmethod
     def items(self) -> Iterator[Item]:

@@ -90,13 +90,8 @@ class BucketNamespace(NamespaceCatalog):
     def is_ours(self) -> bool:
         return self.stated.identity is not None or self.stated.is_unknown or len(self.chunks) > 0
 
-    @property
-    def state(self) -> str:
-        if self.stated.layout is not None:
-            return "ok"
-        if self.stated.is_unknown:
-            return "unknown"
-        return "damaged" if (self.bucket_path / DESCRIPTION).exists() else "missing"
+    def has_description(self) -> bool:
+        return (self.bucket_path / DESCRIPTION).exists()
 
     # -- what is in it ----------------------------------------------------------------------------
 

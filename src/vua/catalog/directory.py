@@ -72,13 +72,8 @@ class DirectoryNamespace(NamespaceCatalog):
         self.catalog, self.space = catalog, space
         self._settled: Description | None = None
 
-    @property
-    def state(self) -> str:
-        if self.stated.layout is not None:
-            return "ok"
-        if self.stated.is_unknown:
-            return "unknown"
-        return "damaged" if os.path.lexists(self.stated.directory / DESCRIPTION) else "missing"
+    def has_description(self) -> bool:
+        return os.path.lexists(self.stated.directory / DESCRIPTION)
 
     @property
     def is_ours(self) -> bool:

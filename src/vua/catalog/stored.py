@@ -91,9 +91,8 @@ class StorageNamespace(NamespaceCatalog):
         super().__init__(description, show)
         self.storage = storage
 
-    @property
-    def state(self) -> str:
-        return "ok" if self.stated.layout is not None else "missing"
+    def has_description(self) -> bool:
+        return self.stated.layout is not None
 
     def items(self) -> Iterator[Item]:
         """Yield the entries and pins, as files of a directory."""
