@@ -540,7 +540,7 @@ def line_of(
 
 
 def rpcs_by(name: str, costs: dict[str, dict[str, Any]], sizes: Sequence[int]) -> Line:
-    """Return the RPCs of a command on a mount of NFS, which is no line for `top`.
+    """Return a command's RPCs on a mount of NFS. Those of `top` do not grow by a line.
 
     A client asks again for each chunk that `top` saw in its first look if that took longer than the
     client keeps attributes of directories.

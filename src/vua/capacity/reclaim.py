@@ -129,9 +129,9 @@ class Reclaimer:
         self._writing_ns = HIGHEST  # mtime of the oldest parent of what was written since then
         self._ahead_from_s = self._search_from_s = self._expire_from_s = 0.0
         self._thread_running = False
-        self._too_slow = False  # a writer waited in vain: until another one need not none waits
+        self._too_slow = False  # a writer waited in vain: no other waits until an eviction ends
         self._closed = False  # also ends an eviction or a search that is under way
-        self._stop_s = math.inf  # when whoever holds the evictor's lock must end
+        self._stop_s = math.inf  # time limit of the eviction that holds the evictor's lock
 
     def close(self) -> None:
         """End the thread, waiting for a few seconds at most. A second call does nothing."""

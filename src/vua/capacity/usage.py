@@ -3,8 +3,8 @@
 Unreadable parts count as present: a limit whose excess stays unseen would be useless.
 
 A process measures again whenever it has written 1/32768 to 1/128 of the limit: more often
-the less its estimate agreed with what was found. It begins with the least. So a thousand writers,
-also such that start together, stay within the limit plus a few percent.
+the less its estimate agreed with what was found. It begins with the least. So a thousand writers
+that start together stay within the limit plus a few percent.
 """
 
 from __future__ import annotations
