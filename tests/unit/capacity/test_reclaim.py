@@ -188,6 +188,7 @@ class TestReclaim(DirectoryTest):
 
         with ThreadPoolExecutor(4) as pool:
             written = list(pool.map(save, range(4)))
+        self.wait_for_end()
         self.assertGreaterEqual(min(written), 18, written)
         self.assertLessEqual(self.occupied(), 28 * NBYTES)
 
@@ -207,6 +208,7 @@ class TestReclaim(DirectoryTest):
 
         with mock.patch.object(Evictor, "evict", evict), ThreadPoolExecutor(4) as pool:
             list(pool.map(lambda at: self.save(caches[at], 1000 + at), range(4)))
+        self.wait_for_end()
         self.assertGreater(self.occupied(), 85 * NBYTES)
 
     def test_ahead(self) -> None:
