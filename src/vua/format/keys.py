@@ -165,7 +165,7 @@ class KeyRun(Sequence[ChunkKey]):
     (3, 64, True, 2)
     """
 
-    __slots__ = ("_chunk_tokens", "_digests", "_first", "_parents", "tenant")
+    __slots__ = ("_chunk_tokens", "_first", "_known", "_length", "tenant")
 
     def __init__(
         self,
@@ -185,11 +185,14 @@ class KeyRun(Sequence[ChunkKey]):
         self.tenant = tenant
         """Owner of the key that makes the names secret; see :class:`Naming`."""
         self._first, self._chunk_tokens = first, chunk_tokens
-        self._digests: bytes = digests
-        self._parents = parents
+        self._length, self._known = len(digests) // _HASH_NBYTES, (digests, parents)
+
+    def _upto(self, stop: int) -> tuple[bytes, Mapping[int, tuple[bytes, bytes]]]:  # noqa: ARG002
+        """Return the digests of at least ``stop`` chunks, with their parents."""
+        return self._known
 
     def __len__(self) -> int:
-        return len(self._digests) // _HASH_NBYTES
+        return self._length
 
     @overload
     def __getitem__(self, index: int) -> ChunkKey: ...
@@ -200,12 +203,13 @@ class KeyRun(Sequence[ChunkKey]):
             start, stop, step = index.indices(len(self))
             if step != 1:
                 raise ValueError(f"a run of keys has no slices of step {step}")
+            digests, known = self._upto(stop)
             first, last = self._first + start, self._first + stop
-            parents = {at: above for at, above in self._parents.items() if first <= at < last}
+            parents = {at: above for at, above in known.items() if first <= at < last}
             if start < stop:
                 key = self.key(start)
                 parents[first] = key.parent, key.previous
-            cut = self._digests[_HASH_NBYTES * start : _HASH_NBYTES * stop]
+            cut = digests[_HASH_NBYTES * start : _HASH_NBYTES * stop]
             return KeyRun(first, self._chunk_tokens, cut, parents, self.tenant)
         return self.key(range(len(self))[index])
 
@@ -216,7 +220,7 @@ class KeyRun(Sequence[ChunkKey]):
     @property
     def prefix_hashes(self) -> list[bytes]:
         """The prefix hashes of all keys, without building the keys."""
-        digests = self._digests
+        digests, _ = self._upto(len(self))
         return [digests[at : at + _HASH_NBYTES] for at in range(0, len(digests), _HASH_NBYTES)]
 
     @property
@@ -226,9 +230,10 @@ class KeyRun(Sequence[ChunkKey]):
 
     def key(self, index: int) -> ChunkKey:
         """Return the key at ``index``, 0 <= index < len."""
-        digests, place, chunk = self._digests, index * _HASH_NBYTES, self._first + index
+        digests, parents = self._upto(index + 1)
+        place, chunk = index * _HASH_NBYTES, self._first + index
         digest = digests[place : place + _HASH_NBYTES]
-        above = self._parents.get(chunk)
+        above = parents.get(chunk)
         parent, previous = above or (digests[place - _HASH_NBYTES : place], b"")
         start = chunk * self._chunk_tokens
         stop = start + self._chunk_tokens
@@ -236,7 +241,7 @@ class KeyRun(Sequence[ChunkKey]):
 
 
 class KeyChain(KeyRun):
-    """The chunk keys of one prompt. Immutable.
+    """The chunk keys of one prompt, hashed as far as they are asked for: a miss costs one hash.
 
     >>> chain = KeyChain(token_ids(range(130)), 64)
     >>> len(chain), chain[1].start, chain[1].parent == chain[0].prefix_hash
@@ -256,11 +261,10 @@ class KeyChain(KeyRun):
             chunk_tokens: tokens per chunk; an incomplete last chunk has no name.
             extras: chunk index -> (tag, value) pairs that K/V depend on from that chunk on.
         """
-        super().__init__(
-            0, chunk_tokens, b"", {0: (b"", b"")}, "" if naming is None else naming.tenant
-        )
+        tenant = "" if naming is None else naming.tenant
+        super().__init__(0, chunk_tokens, b"", {0: (b"", b"")}, tenant)
+        self._ids, self._length = ids, len(ids) // (4 * chunk_tokens)
         self._extras, self._naming = dict(extras or {}), naming
-        self._extend(ids)
 
     def first(self, count: int) -> list[ChunkKey]:
         return list(self[:count])
@@ -270,25 +274,29 @@ class KeyChain(KeyRun):
 
         ``ids`` are all token ids of the longer prompt.
         """
-        other = KeyChain(b"", self._chunk_tokens, self._extras, self._naming)
-        other._digests, other._parents = self._digests, self._parents
-        other._extend(ids)
+        other = KeyChain(ids, self._chunk_tokens, self._extras, self._naming)
+        other._known = self._known
         return other
 
-    def _extend(self, ids: bytes) -> None:
-        digests, parents = bytearray(self._digests), dict(self._parents)
-        done, nbytes = len(self), 4 * self._chunk_tokens
-        count = max(done, len(ids) // nbytes)
+    def _upto(self, stop: int) -> tuple[bytes, Mapping[int, tuple[bytes, bytes]]]:
+        # Threads may hash the same chunks at once, and each sets digests and parents together.
+        known, above = self._known
+        done, nbytes = len(known) // _HASH_NBYTES, 4 * self._chunk_tokens
+        if done >= stop:
+            return known, above
+        count = max(stop, min(2 * done, self._length))  # or keys one by one would copy all each
+        digests, parents = bytearray(known), dict(above)
         edges = sorted({done, *(at for at in self._extras if done < at < count), count})
-        for start, stop in pairwise(edges):
+        for start, end in pairwise(edges):
             before = bytes(digests[-_HASH_NBYTES:])
             parent = before
             if start in self._extras:
                 parent = extras_parent(before, self._extras[start], self._naming)
                 parents[start] = parent, before
-            part = memoryview(ids)[nbytes * start : nbytes * stop]
+            part = memoryview(self._ids)[nbytes * start : nbytes * end]
             if self._naming is None:
                 digests += hash_chain(parent, part, nbytes)
             else:
                 digests += secret_chain(self._naming.secret, parent, part, nbytes)
-        self._digests, self._parents = bytes(digests), parents
+        found = self._known = bytes(digests), parents
+        return found
