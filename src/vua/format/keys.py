@@ -211,7 +211,7 @@ class KeyRun(Sequence[ChunkKey]):
                 parents[first] = key.parent, key.previous
             cut = digests[_HASH_NBYTES * start : _HASH_NBYTES * stop]
             return KeyRun(first, self._chunk_tokens, cut, parents, self.tenant)
-        return self.key(range(len(self))[index])
+        return self.key(index if 0 <= index < self._length else range(self._length)[index])
 
     def run(self, first: int, stop: int) -> KeyRun:
         """Return the keys ``first`` to ``stop``, as :meth:`KeyChain.run`."""
@@ -220,8 +220,9 @@ class KeyRun(Sequence[ChunkKey]):
     @property
     def prefix_hashes(self) -> list[bytes]:
         """The prefix hashes of all keys, without building the keys."""
-        digests, _ = self._upto(len(self))
-        return [digests[at : at + _HASH_NBYTES] for at in range(0, len(digests), _HASH_NBYTES)]
+        nbytes = _HASH_NBYTES * self._length
+        digests, _ = self._upto(self._length)
+        return [digests[at : at + _HASH_NBYTES] for at in range(0, nbytes, _HASH_NBYTES)]
 
     @property
     def first_chunk(self) -> int:
@@ -230,8 +231,10 @@ class KeyRun(Sequence[ChunkKey]):
 
     def key(self, index: int) -> ChunkKey:
         """Return the key at ``index``, 0 <= index < len."""
-        digests, parents = self._upto(index + 1)
+        digests, parents = self._known
         place, chunk = index * _HASH_NBYTES, self._first + index
+        if len(digests) <= place:
+            digests, parents = self._upto(index + 1)
         digest = digests[place : place + _HASH_NBYTES]
         above = parents.get(chunk)
         parent, previous = above or (digests[place - _HASH_NBYTES : place], b"")
