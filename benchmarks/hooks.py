@@ -318,7 +318,7 @@ def adapter(root: Path, rounds: int) -> dict[str, Any]:
     from safetensors import safe_open
     from safetensors.torch import save_file
 
-    from vua.connector.adapters import Content
+    from vua.connector.extras import Content
 
     held = {f"{at}.a": torch.randn(64, 4096).bfloat16() for at in range(100)}
     held |= {f"{at}.b": torch.randn(4096, 64).bfloat16() for at in range(100)}

@@ -17,15 +17,13 @@ from typing import Any, Final
 
 import torch
 
-from vua.connector.adapters import Adapter
-from vua.connector.cache_spec import Model, UncachedError
+from vua.connector.cache_spec import Model, UncachedError, refused
 from vua.connector.config import ConnectorConfig
 from vua.connector.events import KVEventPublisher
+from vua.connector.extras import Adapter, Media
 from vua.connector.log import WarnOnce, logger
-from vua.connector.media import Media
 from vua.connector.prefix_match import PrefixMatch, find
 from vua.connector.proved import KnownWriters, kind_of
-from vua.connector.refusals import refused
 from vua.connector.replies import Replies
 from vua.connector.request import RequestOptions, SaveHints
 from vua.errors import VUAError

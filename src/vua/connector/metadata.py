@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from operator import add
 from typing import Any, Final
 
-from vua.connector.adapters import Adapter, AdapterNote, together
+from vua.connector.extras import Adapter, AdapterNote, together
 from vua.connector.request import SaveHints
 from vua.format.identity import Identity
 from vua.format.keys import ChunkKey

@@ -37,7 +37,7 @@ from vua.storage.mark import UPKEEP
 from vua.store.writer import same_setup
 
 if TYPE_CHECKING:
-    from vua.connector.adapters import Adapter
+    from vua.connector.extras import Adapter
 
 log = logger("scheduler")
 

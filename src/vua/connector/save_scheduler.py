@@ -20,13 +20,12 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from dataclasses import dataclass, field
 from typing import Any, Final, NamedTuple
 
-from vua.connector.adapters import Adapter
 from vua.connector.cache_spec import Model
 from vua.connector.config import ConnectorConfig
 from vua.connector.events import KVEventPublisher
+from vua.connector.extras import Adapter, Media
 from vua.connector.load_policy import NOTHING_STORED, LoadDecision
 from vua.connector.lookup import Lookup
-from vua.connector.media import Media
 from vua.connector.metadata import (
     ConnectorMetadata,
     GroupLoad,

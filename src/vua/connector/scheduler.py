@@ -15,14 +15,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, Final
 
-from vua.connector.adapters import Adapter, AdapterBook
 from vua.connector.cache_spec import Model
 from vua.connector.config import ConnectorConfig
 from vua.connector.events import KVEventPublisher
+from vua.connector.extras import Adapter, AdapterBook, Media
 from vua.connector.load_policy import NOTHING_STORED, TO_COMPARE, LoadPolicy
 from vua.connector.log import ROOT, logger
 from vua.connector.lookup import Lookup, Lookups, StepPatience, answer_early
-from vua.connector.media import Media
 from vua.connector.metadata import (
     ConnectorMetadata,
     LoadOrder,

@@ -34,7 +34,7 @@ from typing import Any, Final, NamedTuple
 
 import torch
 
-from vua.connector.refusals import refused
+from vua.connector.cache_spec import refused
 from vua.errors import ConfigError
 from vua.format.identity import canonical
 

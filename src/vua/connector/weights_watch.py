@@ -39,7 +39,7 @@ import numpy as np
 import torch
 import xxhash
 
-from vua.connector.adapters import Adapter, AdapterNote
+from vua.connector.extras import Adapter, AdapterNote
 from vua.connector.log import logger
 from vua.device.xxh3 import checksums
 

@@ -15,8 +15,8 @@ from collections.abc import Callable
 from types import FrameType
 from typing import Any, Final
 
-from vua.connector.adapters import Content
 from vua.connector.cache_spec import UncachedError
+from vua.connector.extras import Content
 from vua.connector.log import logger
 from vua.connector.weights_watch import Snapshot
 from vua.weights import process_began_s

@@ -38,9 +38,8 @@ from vua import native
 from vua.connector.cache_spec import Model, UncachedError, local_directory
 from vua.connector.config import ConnectorConfig
 from vua.connector.log import logger
-from vua.connector.metrics import Recorder
+from vua.connector.metrics import Families, Recorder
 from vua.connector.opening import Opening
-from vua.connector.prometheus import Families
 from vua.errors import ConfigError, VUAError
 from vua.format.keys import KeyRun
 from vua.sglang.engine import Engine, passes_prefix_keys

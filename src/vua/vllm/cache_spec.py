@@ -18,9 +18,8 @@ from vllm.v1.kv_cache_interface import (
     SlidingWindowSpec,
 )
 
-from vua.connector.cache_spec import Group, Model, division
+from vua.connector.cache_spec import Group, Model, division, refused
 from vua.connector.config import ConnectorConfig
-from vua.connector.refusals import refused
 from vua.errors import ConfigError
 from vua.format.identity import Identity, rope_order
 from vua.format.layout import KVLayout, Shard

@@ -26,8 +26,7 @@ from typing import Any, Final
 
 import torch
 
-from vua.connector.cache_spec import EngineIdentity, local_directory
-from vua.connector.refusals import refused
+from vua.connector.cache_spec import EngineIdentity, local_directory, refused
 from vua.connector.setup import devices, package_version, setting_form
 from vua.errors import ConfigError
 from vua.format.excluded import listed

@@ -26,8 +26,8 @@ from typing import Any, Final
 
 from vllm.v1.worker.worker_base import WorkerWrapperBase
 
-from vua.connector.adapters import Adapter, AdapterNote, Content
 from vua.connector.cache_spec import UncachedError
+from vua.connector.extras import Adapter, AdapterNote, Content
 from vua.connector.log import logger
 from vua.connector.weights_watch import EngineMemory, EngineState, NoAdapters
 

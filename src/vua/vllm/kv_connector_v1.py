@@ -54,8 +54,7 @@ from vua.connector.metadata import (
     Tables,
     WorkerOutput,
 )
-from vua.connector.metrics import Series, add_up, summary
-from vua.connector.prometheus import Families
+from vua.connector.metrics import Families, Series, add_up, summary
 from vua.connector.scheduler import SchedulerSide
 from vua.connector.setup import code_of, joined
 from vua.connector.worker import WorkerSide
@@ -322,7 +321,7 @@ class VUAStorageConnector_V1(KVConnectorBase_V1, SupportsHMA):  # noqa: N801
         """False: a cache may drop a save, so a preempted request need not be recomputed for it."""
         return False
 
-    # -- metrics, see `prometheus` -----------------------------------------------------------------
+    # -- metrics ------------------------------------------------------------------------------
 
     def get_kv_connector_stats(self) -> VUAStats | None:
         side = self.scheduler or self.worker

@@ -26,12 +26,10 @@ from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import Of
 from vllm.platforms import current_platform
 from vllm.v1.kv_offload.base import LookupResult, ReqContext
 
-from vua.connector.adapters import AdapterBook, AdapterNote, together
-from vua.connector.cache_spec import UncachedError
+from vua.connector.cache_spec import UncachedError, refused
+from vua.connector.extras import AdapterBook, AdapterNote, Media, together
 from vua.connector.log import WarnOnce, logger
-from vua.connector.media import Media
 from vua.connector.prefix_match import branches
-from vua.connector.refusals import refused
 from vua.connector.setup import code_of, joined
 from vua.errors import ConfigError, VUAError
 from vua.vllm.cache_spec import _name, _specs_of, is_causal, known_kind, stored_as

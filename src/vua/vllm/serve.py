@@ -21,8 +21,8 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any, Final
 
+from vua.connector.cache_spec import REFUSALS
 from vua.connector.config import VLLM_TRANSFER, ConnectorConfig, defaults
-from vua.connector.refusals import REFUSALS
 from vua.errors import ConfigError, NotWritableError, StorageError
 from vua.io.files import atomic_write, make_folders
 from vua.security.keyring import check_keys

@@ -4,7 +4,7 @@
 VUA's own connector and the tier below vLLM's offloading (`vua.vllm.tier`).
 The connector is written for the newest version; what an older one lacks is handled here.
 docs/vllm.md says which versions were run. Why something is not stored, and what
-to do: `vua.connector.refusals`.
+to do: `vua.connector.cache_spec`.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ from vllm.v1.kv_offload.base import ReqContext
 from vllm.v1.outputs import KVConnectorOutput
 
 from vua import native
+from vua.connector.cache_spec import refused
 from vua.connector.config import VLLM_TRANSFER, ConnectorConfig
 from vua.connector.log import WarnOnce, logger
-from vua.connector.refusals import refused
 from vua.errors import ConfigError, VUAError
 from vua.io.posix import machine_memory_nbytes
 from vua.security.keyring import check_keys

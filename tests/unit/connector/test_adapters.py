@@ -5,7 +5,7 @@ from __future__ import annotations
 import unittest
 from types import SimpleNamespace
 
-from vua.connector.adapters import Adapter, AdapterBook, AdapterNote, together
+from vua.connector.extras import Adapter, AdapterBook, AdapterNote, together
 
 
 class AdapterBookTest(unittest.TestCase):

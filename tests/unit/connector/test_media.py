@@ -18,7 +18,7 @@ import torch
 
 from helpers import until
 from vua.connector.cache_spec import UncachedError
-from vua.connector.media import Media
+from vua.connector.extras import Media
 
 pytestmark = pytest.mark.vllm
 
@@ -152,7 +152,7 @@ class MediaTest(unittest.TestCase):
 
     def test_bound(self) -> None:
         """More identifiers are remembered than vLLM's caches have room for, and no more."""
-        with mock.patch("vua.connector.media._MORE_REMEMBERED", 2):
+        with mock.patch("vua.connector.extras._MORE_REMEMBERED", 2):
             media = self.begin(blocks=2)
         kept = [feature(pixels(0), "kept")]
         for at in range(10):

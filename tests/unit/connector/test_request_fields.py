@@ -17,9 +17,9 @@ import torch
 
 from helpers import DirectoryTest, save_chunk
 from scheduling import model_of
-from vua.connector.adapters import Adapter, AdapterNote
 from vua.connector.cache_spec import EngineIdentity
 from vua.connector.config import ConnectorConfig
+from vua.connector.extras import Adapter, AdapterNote
 from vua.connector.metadata import WorkerOutput
 from vua.connector.scheduler import SchedulerSide
 from vua.device.buffers import StagingBuffer

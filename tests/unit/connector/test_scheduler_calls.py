@@ -13,8 +13,8 @@ import pytest
 from helpers import save_chunk
 from scheduling import model_of
 from vua.connector.config import ConnectorConfig
+from vua.connector.extras import Media
 from vua.connector.lookup import Lookup
-from vua.connector.media import Media
 from vua.connector.metadata import ConnectorMetadata, ScheduledRequest, ScheduledStep
 from vua.connector.scheduler import SchedulerSide
 from vua.device.buffers import StagingBuffer

@@ -1,4 +1,4 @@
-"""Each refusal of `vua.connector.refusals` holds, and what it advises helps.
+"""Each refusal of `vua.connector.cache_spec` holds, and what it advises helps.
 
 A refusal without a row here fails the test, so no advice comes untested.
 """
@@ -22,8 +22,8 @@ import torch
 from engine_configs import ConfigTest, Given, on
 
 from scheduling import request_of
+from vua.connector.cache_spec import REFUSALS
 from vua.connector.config import ConnectorConfig
-from vua.connector.refusals import REFUSALS
 
 pytestmark = pytest.mark.vllm
 
@@ -335,7 +335,7 @@ class RefusalsTest(ConfigTest):
 
     def look(self, *features: Any, media: Any = None, refused: str = "") -> Callable[[], object]:
         """Ask whether a request with these images is cached."""
-        from vua.connector.media import Media
+        from vua.connector.extras import Media
 
         found = media or Media("s", refused, 8)
         return lambda: found.look_at(features)
@@ -366,7 +366,7 @@ class RefusalsTest(ConfigTest):
         self.row("processor", self.images, self.sees(), gone, advised=(self.sees(),))
 
     def row_no_content(self) -> None:
-        from vua.connector.media import Media
+        from vua.connector.extras import Media
 
         media = Media("s", "", 8)
         nothing = self.look(feature(None, "a"), media=media)
@@ -380,7 +380,7 @@ class RefusalsTest(ConfigTest):
             self.row("content", self.look(odd), then=self.look())
 
     def row_identifiers(self) -> None:
-        from vua.connector.media import Media
+        from vua.connector.extras import Media
 
         media = Media("s", "", 8)
         self.assertEqual("", self.why_not(self.look(pixels(1, "a"), media=media)))
@@ -389,8 +389,8 @@ class RefusalsTest(ConfigTest):
 
     def row_adapter(self) -> None:
         """The workers have answered that they do not hold it; a request without it is looked up."""
+        from vua.connector.extras import Media
         from vua.connector.lookup import Lookup, Lookups
-        from vua.connector.media import Media
         from vua.connector.request import RequestOptions
         from vua.store.place import create_namespace, locate
 

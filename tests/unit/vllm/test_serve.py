@@ -12,7 +12,7 @@ from unittest import mock
 import pytest
 
 from helpers import DirectoryTest
-from vua.connector.refusals import REFUSALS
+from vua.connector.cache_spec import REFUSALS
 
 # Starts the command with a vLLM that only says that it was started.
 SCRIPT = r"""

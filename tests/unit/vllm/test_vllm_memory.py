@@ -24,8 +24,8 @@ if find_spec("vllm"):
     from vllm.lora.lora_weights import LoRALayerWeights
     from vllm.v1.worker.worker_base import WorkerWrapperBase
 
-    from vua.connector.adapters import AdapterNote
     from vua.connector.cache_spec import UncachedError
+    from vua.connector.extras import AdapterNote
     from vua.connector.weights_watch import EngineState
     from vua.vllm.engine_worker import Adapters, adapter_content, find_worker, memory_of, worker_of
 
