@@ -1,18 +1,24 @@
-"""What an SGLang engine's K and V depend on: the identity of its caches, and their layouts.
+"""What an SGLang engine's K and V depend on: the identity of its caches, their layouts, its setup.
 
 The identity is computed from the served model's files, and from all arguments and environment
 variables that are in no table of ``excluded.json``, each with its reason there. Those that a new
 release adds count: that costs hits, never a wrong hit. A test walks those of the release that VUA
 knows. A file's name counts with the file's content. A value without a canonical form is refused.
 
-Code is not a part of it, see `vua.sglang.setup`: engines that run other code compare.
+Code is part of the setup (`vua.connector.setup`), not of the identity: engines that run other code
+compare. But one that runs other code than SGLang's has a namespace of its own. It is named by the
+code, so a server that runs the same finds it. Hooks may hold anything: such an engine's namespace
+ends with its process.
 """
 
 from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator, Mapping, Sequence
+import secrets
+import sys
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
@@ -21,16 +27,136 @@ import torch
 from packaging.version import InvalidVersion, Version
 from sglang.srt.environ import envs
 from sglang.srt.mem_cache.hicache_storage import PoolName
+from sglang.srt.plugins.hook_registry import HookRegistry
 
 from vua.connector.cache_spec import Group, UncachedError, division, local_directory
-from vua.connector.setup import setting_form
+from vua.connector.log import logger
+from vua.connector.setup import (
+    Engine,
+    code_of,
+    in_text,
+    is_installed,
+    joined,
+    setting_form,
+    settings_digest,
+)
 from vua.errors import ConfigError
-from vua.format.excluded import listed, tables_of
+from vua.format.excluded import NOT_COMPUTED, listed, tables_of
 from vua.format.identity import Identity, named_by, rope_order, varies_with_length
-from vua.sglang.pools import dtype_of, groups_of
+from vua.format.layout import KVLayout, Shard
+from vua.serdes import DTYPE_NAMES
 from vua.weights import identify_weights
 from vua.weights.content import State, Work, read_digest
 from vua.weights.fingerprint import code_digest
+
+_KINDS: Final = ("BF16", "F16", "F32")
+
+
+def groups_of(
+    runner: Any,
+    pools: Mapping[str, Any],
+    dtype: str,
+    *,
+    latent: bool,
+) -> dict[str, Group]:
+    """Return the layers that each pool holds, all ranks' together."""
+    models = runner.model_config
+    if PoolName.SWA not in pools:
+        layers = range(models.num_hidden_layers)
+        heads = 1 if latent else models.get_total_num_kv_heads()
+        return {PoolName.KV: _group(layers, pools[PoolName.KV], heads, dtype, latent=latent)}
+    if latent:
+        raise UncachedError("a model with latents (MLA) and sliding windows is not supported")
+    kept = _group(
+        models.full_attention_layer_ids,
+        pools[PoolName.KV],
+        models.get_total_num_kv_heads(),
+        dtype,
+    )
+    window = _group(
+        models.swa_attention_layer_ids,
+        pools[PoolName.SWA],
+        models.get_swa_num_kv_heads(1),
+        dtype,
+        # SGLang counts the tokens before the one that attends
+        name=f"w{runner.sliding_window_size + 1}",
+        table=1,
+    )
+    return {PoolName.KV: kept, PoolName.SWA: window}
+
+
+def _group(
+    layers: Sequence[int],
+    pool: Any,
+    heads: int,
+    dtype: str,
+    *,
+    latent: bool = False,
+    name: str = "",
+    table: int = 0,
+) -> Group:
+    layout = KVLayout(
+        layers=len(layers),
+        kv_heads=heads,
+        k_dim=pool.kv_cache_dim if latent else pool.head_dim,
+        v_dim=0 if latent else pool.v_head_dim,
+        dtype=dtype,
+        chunk_tokens=pool.page_size,
+        group=name,
+    )
+    return Group(layout, tuple(layers), ((layout.full,),), (table,))
+
+
+def dtype_of(pool: Any) -> str:
+    """Return the safetensors name of a pool's dtype. Raises UncachedError."""
+    name = DTYPE_NAMES.get(pool.dtype)
+    if name not in _KINDS:
+        msg = f"a KV cache of {pool.dtype} is not supported; use one of {', '.join(_KINDS)}"
+        raise UncachedError(msg)
+    return str(name)
+
+
+def shard_of(
+    group: Group,
+    layers: range,
+    pool: Any,
+    rank: int,
+    ranks: int,
+) -> tuple[Shard, bool]:
+    """Return the rectangle that a rank's pool holds, and whether this rank writes it.
+
+    Ranks share a head if there are fewer heads than ranks, and always a latent; then the first of
+    them writes.
+
+    Args:
+        group: the layers that such pools hold on all ranks together.
+        layers: the model's layers that this rank computes.
+        pool: this rank's host pool.
+        rank: its number among those of tensor parallelism.
+        ranks: how many of these there are.
+
+    Raises UncachedError: the pool holds other layers or heads than a rank of this size should.
+    """
+    layout, heads = group.layout, group.layout.kv_heads
+    latent = not layout.v_dim
+    each = max(1, heads // ranks)
+    first = 0 if latent else rank * heads // ranks
+    held = 1 if latent else pool.head_num
+    start, stop = (
+        sum(layer < edge for layer in group.layers) for edge in (layers.start, layers.stop)
+    )
+    whole = stop - start == pool.layer_num == pool.target_layer_num
+    whole = whole and not getattr(pool, "_layer_shard_enabled", False)
+    if not whole or (not latent and held != each) or first + held > heads:
+        raise UncachedError(
+            f"rank {rank} of {ranks} holds {pool.layer_num} layers, of the model's {layers.start} "
+            f"to {layers.stop}, and {held} heads of a model with {layout.layers} such layers and "
+            f"{heads} KV heads"
+        )
+    before = rank > 0 and (rank - 1) * heads // ranks == first
+    writes = rank == 0 if latent else heads >= ranks or not before
+    return Shard(start, stop, first, first + held, layout.group), writes
+
 
 _TABLES: Final = tables_of("vua.sglang")
 EXCLUDED: Final[Mapping[str, Sequence[str]]] = _TABLES["arguments"]
@@ -293,3 +419,109 @@ def _code(text: Any, directory: Path) -> list[str]:
 
 def _name(path: str, directory: Path) -> str:
     return directory.resolve().name if Path(path).is_dir() else path
+
+
+log = logger("worker")
+
+
+ENGINE: Final = Engine(
+    ("sglang", "sglang-kernel", "sgl-kernel", "torch", "triton", "flashinfer-python"),
+    ("sglang.srt.plugins", "sglang.srt.platforms"),
+    ("SGLANG_", "SGL_", "AITER_", "FLASHINFER_"),
+    (
+        *("sglang.srt.arg_groups", "sglang.srt.entrypoints", "sglang.srt.environ"),
+        *("sglang.srt.managers", "sglang.srt.observability", "sglang.srt.server_args"),
+        "sglang.srt.utils",
+    ),
+    listed(EXCLUDED_VARIABLES, *NOT_COMPUTED, "where"),
+)
+_APART: Final = listed(EXCLUDED, *NOT_COMPUTED, "where")
+_BESIDE: Final = ("attn_backend", "decode_attn_backend", "token_to_kv_pool", "req_to_token_pool")
+"""What a model runner has beside its model."""
+_OF_SGLANG: Final = ("smg-grpc-servicer",)
+"""Packages that SGLang itself requires, whose plug-ins only receive requests."""
+_KNOWN: Final = frozenset(("sglang", "sgl_kernel", "sitecustomize", "torch", "vua"))
+"""Packages wherever they are installed, and what Python's own start may change in them."""
+
+
+class Setup(NamedTuple):
+    """Facts about an engine that other engines must know."""
+
+    digest: str
+    """Equal for two engines that compute the same, 64 hex digits; "": unknown."""
+    unusual: list[str]
+    """Software that runs in it beside SGLang, in words."""
+    epoch: str
+    """The part of an unusual engine in its namespace's name; "" if it is not."""
+
+
+def setup_of(runner: Any, pools: Iterable[Any] = ()) -> Setup:
+    """Return the setup of an engine with these host pools; takes about a second.
+
+    ``runner``: SGLang's ``ModelRunner``.
+    """
+    try:
+        plugins, hooks = {one.name: one.module for one in _plugins()}, [*_hook_names(runner)]
+        package = os.environ.get("SGLANG_EXTERNAL_MODEL_PACKAGE", "")
+        arguments, beside = (
+            runner.server_args,
+            {each: getattr(runner, each, None) for each in _BESIDE},
+        )
+        config = {
+            name: in_text(getattr(arguments, name))
+            for name in arguments.__struct_fields__
+            if name not in _APART
+        }
+        beside = {name: each for name, each in beside.items() if hasattr(each, "__dict__")}
+        beside |= {type(pool).__name__: type(pool) for pool in pools}
+        _resolve(runner.model)
+        own = _KNOWN | {name.partition(".")[0] for name in (package, *plugins.values())}
+        code = code_of(runner.model, ENGINE.aside, {"runner": runner, **beside}, own)
+    except Exception as problem:  # whatever another engine's code raises
+        log.debug("its code cannot be read", exc_info=True)
+        return Setup("", [f"code that cannot be read ({problem})"], secrets.token_hex(8))
+    known = _KNOWN | {package.partition(".")[0]}
+    local = {
+        name
+        for name, file in code.sources
+        if name.partition(".")[0] not in known and not is_installed(name, file)
+    }
+    unusual = [*hooks, *(f"the plug-in {name}" for name in plugins)]
+    unusual += [f"code of {name}" for name in sorted(local)]
+    epoch = secrets.token_hex(8) if hooks else code.digest[:16] if unusual else ""
+    return Setup(joined(settings_digest(ENGINE, config), [code.digest]), unusual, epoch)
+
+
+def _resolve(model: torch.nn.Module) -> None:
+    """Have SGLang choose now what it chooses at a module's first call.
+
+    Otherwise an engine to which VUA is attached later would have another setup after its restart.
+    """
+    if fused := sys.modules.get("sglang.kernels.fused_op"):
+        fused.get_fused_op_backend()
+    modules: Iterable[Any] = model.modules()
+    for module in modules:
+        if getattr(module, "_forward_method", ...) is None:
+            module._forward_method = module._resolve_forward_method()  # noqa: SLF001 - as it does
+
+
+def _hook_names(runner: Any) -> Iterator[str]:
+    everywhere = torch.nn.modules.module
+    held = [everywhere._global_forward_hooks, everywhere._global_forward_pre_hooks]  # noqa: SLF001
+    for module in runner.model.modules():
+        held += [module._forward_hooks, module._forward_pre_hooks]  # noqa: SLF001 - no public list
+    for hook in [hook for hooks in held for hook in hooks.values()]:
+        name = str(getattr(hook, "__module__", None) or type(hook).__module__)
+        if name.partition(".")[0] not in _KNOWN:
+            yield f"a hook of {name}"
+    for target, hooks in HookRegistry._hooks.items():  # noqa: SLF001 - there is no public list
+        if any(source is None or source.dist_name not in _OF_SGLANG for _, _, source in hooks):
+            yield f"a hook on {target}"
+
+
+def _plugins() -> Iterator[EntryPoint]:
+    allowed = {one.strip() for one in os.environ.get("SGLANG_PLUGINS", "").split(",")} - {""}
+    for one in (one for group in ENGINE.plugins for one in entry_points(group=group)):
+        owned = one.dist is not None and one.dist.name in _OF_SGLANG
+        if not owned and (not allowed or one.name in allowed):
+            yield one

@@ -2,11 +2,25 @@
 
 SGLang's threads wait for each call, and requests for them. So each has a time limit, and a storage
 that hangs is left alone for a while.
+
+The settings are in SGLang's extra configuration beside SGLang's own. SGLang's page hashes are VUA's
+chunk names. SGLang passes a backend the hashes of some pages and of all pages before them, never
+tokens. A request's cache salt, ``extra_key`` and LoRA adapter are in the hash of its first page, as
+a seed in place of the missing parent. So such pages have SGLang's own names: they match no other
+salt, and no other engine's. An adapter appears there by SGLang's id; its content is in the identity
+(`vua.sglang.identity`).
+
+Whether what a lookup finds is loaded or computed is decided as in `vua.connector.load_policy`, for
+an engine without visible steps: its speed is measured from outside. Pages that a lookup did not
+find are passed to be stored once they are computed. That took from the lookup, or from the time
+when the pages before them were passed, if that is later.
 """
 
 from __future__ import annotations
 
+import threading
 import time
+from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final, NamedTuple
@@ -15,21 +29,144 @@ import torch
 
 from vua.connector.cache_spec import Group, Model
 from vua.connector.config import ConnectorConfig
+from vua.connector.load_policy import LoadPolicy
 from vua.connector.log import logger
 from vua.connector.metrics import Recorder
 from vua.connector.opening import OpenedNamespace
 from vua.connector.prefix_match import PrefixMatch, longest
-from vua.errors import VUAError
+from vua.connector.savings import Savings
+from vua.errors import ConfigError, VUAError
 from vua.format.identity import Identity
 from vua.format.keys import ChunkKey, KeyRun
 from vua.io.pool import Breaker, Job, Pool
-from vua.sglang.comparisons import Comparisons, Stretch
-from vua.sglang.reuse import Reuse
-from vua.sglang.transfers import HostPages, Transfers
+from vua.sglang.transfers import Comparisons, HostPages, Stretch, Transfers
 from vua.store.namespace import Access
 from vua.store.place import LazyNamespace, locate
 from vua.store.store import Store
 from vua.store.writer import new_writer
+
+_OPTION: Final = "--hicache-storage-backend-extra-config"
+_OF_SGLANG: Final = ("backend_name", "module_path", "class_name", "interface_v1")
+
+
+def settings_of(extra: Mapping[str, object]) -> ConnectorConfig:
+    """Read SGLang's free-form mapping.
+
+    Raises ConfigError: a setting is unknown, unusable, or not supported with SGLang.
+    """
+    if not extra.get("interface_v1"):
+        raise ConfigError(f'VUA needs "interface_v1": 1 in {_OPTION}')
+    ours = {name: value for name, value in extra.items() if name not in _OF_SGLANG}
+    try:
+        how = "take the arguments that `vua args sglang DIRECTORY` prints"
+        config = ConnectorConfig.from_extra_config(ours, how=how)
+    except ConfigError as problem:
+        raise ConfigError(str(problem).replace("kv_connector_extra_config", _OPTION)) from problem
+    security = config.security
+    if security.key_file or security.tenant_keys or security.encrypt:
+        raise ConfigError(
+            f"{_OPTION}: keys cannot be used with SGLang, which names pages by hashes of their own "
+            "that are not secret; keep the directory on encrypted storage instead"
+        )
+    if config.gds_mode == "required":
+        raise ConfigError(f'{_OPTION}: gds_mode "required": SGLang loads through host memory')
+    return config
+
+
+def chunk_keys(before: Sequence[str], pages: Sequence[str], chunk_tokens: int) -> KeyRun:
+    """Return the keys of a prompt's first pages, those ``before`` included.
+
+    Args:
+        before: hashes (64 hex) of all pages before ``pages``.
+        pages: hashes of consecutive pages.
+        chunk_tokens: tokens per page.
+
+    >>> [key.start for key in chunk_keys(["00" * 32], ["11" * 32], 64)]
+    [0, 64]
+    """
+    digests = bytes.fromhex("".join((*before, *pages)))
+    return KeyRun(0, chunk_tokens, digests, {0: (b"", b"")})
+
+
+_AWAITED: Final = 1024
+"""Lookups whose pages may still be passed to be stored; bounds the memory."""
+_CALL: Final = 128
+"""Most pages that SGLang asks for in a call; of a longer prompt it asks again if all are found."""
+
+
+class Reuse:
+    """Decides for one rank. Thread-safe; each call takes microseconds."""
+
+    def __init__(
+        self,
+        model: Model,
+        config: ConnectorConfig,
+        stats: Recorder,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._policy = LoadPolicy(model, config, clock=clock)
+        self.savings = Savings(self._policy.prefill)
+        self._stats, self._clock, self._lock = stats, clock, threading.Lock()
+        self._chunk_tokens = model.chunk_tokens
+        self._awaited: OrderedDict[str, float] = OrderedDict()
+        """By the first page that was not loaded: when it was looked up."""
+        self._last_end_s = 0.0
+        self._namespace = model.identity.namespace
+        self._whole: tuple[bytes, tuple[Any, ...]] = b"", ()
+        """A full call that found all, by its last page: the next may go on with the prompt."""
+
+    def decide(self, keys: Sequence[ChunkKey], found: int) -> int:
+        """Return how many of the ``found`` leading chunks of a lookup are to be loaded."""
+        with self._lock:
+            (last, noted), size = self._whole, self._chunk_tokens
+            if noted:
+                self.savings.looked_up(*noted, ends=last != keys[0].before)
+            noted = self._namespace, found, len(keys), size, keys[0].start
+            full = found == len(keys) >= _CALL
+            self._whole = (keys[-1].prefix_hash, noted) if full else (b"", ())
+            if not full:
+                self.savings.looked_up(*noted)
+            chunks = 0
+            if found:
+                decision = self._policy.decide(keys[0].start, keys[found - 1].stop)
+                chunks = decision.tokens // self._chunk_tokens
+                self._stats.add("vua_load_decisions_total", label=decision.reason)
+            if chunks < len(keys):
+                self._awaited[keys[chunks].name] = self._clock()
+                while len(self._awaited) > _AWAITED:
+                    self._awaited.popitem(last=False)
+            return chunks
+
+    def loading(self, keys: Sequence[ChunkKey]) -> Callable[[int], None]:
+        """Note that a load begins; returns a function to call with the number of loaded chunks."""
+        name, start, stop = keys[0].name, keys[0].start, keys[-1].stop
+        with self._lock:
+            began = self._clock()
+            self._policy.ordered(name, start, stop)
+
+        def ended(chunks: int) -> None:
+            with self._lock:
+                if chunks == len(keys):
+                    self._policy.measured({name: self._clock() - began})
+                self._policy.ended(name)
+                seconds = self._clock() - began
+            self.savings.loaded(chunks * self._chunk_tokens, start, seconds)
+
+        return ended
+
+    def computed(self, keys: Sequence[ChunkKey]) -> None:
+        """Note that pages are passed to be stored, so are computed."""
+        with self._lock:
+            now = self._clock()
+            asked_s = self._awaited.pop(keys[0].name, None)
+            if asked_s is not None:
+                tokens = keys[-1].stop - keys[0].start
+                seconds = now - max(asked_s, self._last_end_s)
+                attended = tokens * (keys[0].start + tokens / 2)
+                self._policy.prefill.measured(tokens, attended, seconds)
+            self._last_end_s = now
+
 
 log = logger("worker")
 

@@ -43,11 +43,8 @@ from vua.connector.opening import Opening
 from vua.errors import ConfigError, VUAError
 from vua.format.keys import KeyRun
 from vua.sglang.engine import Engine, passes_prefix_keys
-from vua.sglang.identity import described
-from vua.sglang.pools import shard_of
-from vua.sglang.session import Part, Pools, Session
-from vua.sglang.settings import chunk_keys, settings_of
-from vua.sglang.setup import setup_of
+from vua.sglang.identity import described, setup_of, shard_of
+from vua.sglang.session import Part, Pools, Session, chunk_keys, settings_of
 from vua.sglang.transfers import HostPages
 from vua.store.place import prepare
 from vua.weights import Identification, Weights, checkpoint_files, identify_weights

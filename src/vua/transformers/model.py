@@ -42,9 +42,16 @@ from vua.format.identity import (
 from vua.format.layout import KVLayout
 from vua.store.identified import LazyStore, ModelDescription
 from vua.transformers.layers import groups_of
-from vua.transformers.mark import Mark, tensor_mark
 from vua.transformers.probe import Probe
-from vua.transformers.tensors import PIECE_NBYTES, digest, named_tensors, same_bytes, sums
+from vua.transformers.tensors import (
+    PIECE_NBYTES,
+    Mark,
+    digest,
+    named_tensors,
+    same_bytes,
+    sums,
+    tensor_mark,
+)
 from vua.weights import Weights, checkpoint_files
 from vua.weights.content import State
 from vua.weights.fingerprint import code_digest

@@ -8,7 +8,7 @@ from unittest import mock
 
 from vua.connector.config import ConnectorConfig
 from vua.errors import ConfigError
-from vua.sglang.settings import settings_of
+from vua.sglang.session import settings_of
 
 
 def parse(**extra: object) -> ConnectorConfig:

@@ -88,7 +88,7 @@ class TestLlamaCpp(DirectoryTest):
 
     def test_state_to_the_bit(self) -> None:
         """What is given back are the bits of K and V that the engine had computed."""
-        from vua.llama_cpp.state import parse
+        from vua.llama_cpp.cache import parse
 
         first, _ = self.cached()
         completed(first, PROMPT)

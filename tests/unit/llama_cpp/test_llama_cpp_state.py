@@ -1,4 +1,4 @@
-"""Mirrors `vua.llama_cpp.state`, whose bytes are those of llama.cpp; no engine is needed."""
+"""States of llama.cpp, taken apart and joined."""
 
 from __future__ import annotations
 
@@ -7,9 +7,15 @@ import unittest
 from dataclasses import replace
 
 import numpy as np
+import pytest
 
+from llama import WHERE, has_llama_cpp
 from vua.errors import ConfigError
-from vua.llama_cpp.state import StateForm, parse
+
+if not has_llama_cpp():
+    pytest.skip(WHERE, allow_module_level=True)
+
+from vua.llama_cpp.cache import StateForm, parse
 
 TOKENS, LAYERS = 5, 2
 FORM = StateForm(b"llama", LAYERS, k_type=1, v_type=1, k_dim=4, v_dim=6, v_transposed=False)

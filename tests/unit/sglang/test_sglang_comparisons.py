@@ -20,8 +20,7 @@ from vua.connector.proved import written
 from vua.format.identity import Identity
 from vua.format.keys import KeyChain, KeyRun, token_ids
 from vua.format.layout import KVLayout, Shard
-from vua.sglang.session import Part, Pools, Session
-from vua.sglang.settings import chunk_keys
+from vua.sglang.session import Part, Pools, Session, chunk_keys
 from vua.sglang.transfers import HostPages
 from vua.store.namespace import Namespace
 

@@ -28,7 +28,7 @@ from vua.errors import ConfigError
 from vua.format.identity import Identity
 from vua.format.keys import KeyChain, token_ids
 from vua.format.layout import KVLayout, Shard
-from vua.sglang.settings import chunk_keys, settings_of
+from vua.sglang.session import chunk_keys, settings_of
 from vua.sglang.transfers import HostPages, Transfers
 from vua.store.namespace import Namespace
 
@@ -171,7 +171,7 @@ class PoolTest(DirectoryTest):
 
     def test_ranks(self) -> None:
         """Ranks of any size of tensor and pipeline parallelism load what any other stored."""
-        from vua.sglang.pools import shard_of
+        from vua.sglang.identity import shard_of
 
         layout = KVLayout(LAYERS, HEADS, DIM, DIM, "F32", PAGE)
         sizes = ((1, 1), (2, 1), (4, 1), (8, 1), (1, 2), (2, 2))
@@ -214,7 +214,7 @@ class PoolTest(DirectoryTest):
 
     def test_latent(self) -> None:
         """Latents come back in any layout; one rank of all writes them."""
-        from vua.sglang.pools import shard_of
+        from vua.sglang.identity import shard_of
 
         layout = KVLayout(LAYERS, 1, LATENT, 0, "F32", PAGE)
         source = mla("page_first")
@@ -240,7 +240,7 @@ class PoolTest(DirectoryTest):
 
     def test_other_shapes(self) -> None:
         """A rank that holds other heads or layers than it should is refused."""
-        from vua.sglang.pools import shard_of
+        from vua.sglang.identity import shard_of
 
         layout = KVLayout(LAYERS, HEADS, DIM, DIM, "F32", PAGE)
         for pool in (mha("page_first", heads=1), mha("page_first", layers=3)):
@@ -249,7 +249,7 @@ class PoolTest(DirectoryTest):
 
     def test_windows_of_ranks(self) -> None:
         """Of the layers with a window each rank holds those that it computes."""
-        from vua.sglang.pools import shard_of
+        from vua.sglang.identity import shard_of
 
         layout = KVLayout(2, HEADS, DIM, DIM, "F32", PAGE, "w32")
         group = Group(layout, (0, 2), ((layout.full,),), (1,))
@@ -445,7 +445,7 @@ class Storing(Scheduler):
     def __init__(self, folder: Path, root: Path, rank: int, ranks: int) -> None:
         from sglang.srt.mem_cache.hicache_storage import HiCacheStorageConfig, PoolName
 
-        from vua.sglang.pools import shard_of
+        from vua.sglang.identity import shard_of
         from vua.sglang.session import Part, Pools
         from vua.sglang.storage import VUAHiCacheStorage
 

@@ -20,7 +20,7 @@ from vua.errors import InputError
 from vua.format.identity import Identity
 from vua.format.keys import KeyChain, token_ids
 from vua.format.layout import KVLayout
-from vua.sglang.settings import chunk_keys
+from vua.sglang.session import chunk_keys
 from vua.sglang.transfers import HostPages, Transfers
 from vua.storage.base import Batch, ReadResult, Storage, WriteResult
 from vua.store.namespace import Namespace

@@ -15,8 +15,7 @@ from vua.format.identity import Identity
 from vua.format.keys import ChunkKey, KeyChain, token_ids
 from vua.format.layout import KVLayout
 from vua.security.settings import Security
-from vua.sglang.reuse import Reuse
-from vua.sglang.settings import settings_of
+from vua.sglang.session import Reuse, settings_of
 from vua.storage.mark import make_mark
 
 CHUNK = 64

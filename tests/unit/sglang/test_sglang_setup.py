@@ -32,7 +32,7 @@ def runner(**arguments: Any) -> Any:
 
 
 def setup(of: Any) -> Any:
-    from vua.sglang.setup import setup_of
+    from vua.sglang.identity import setup_of
 
     return setup_of(of)
 
@@ -117,7 +117,7 @@ class SetupTest(DirectoryTest):
         def points(group: str) -> list[importlib.metadata.EntryPoint]:
             return [point] if group == point.group else []
 
-        with mock.patch("vua.sglang.setup.entry_points", points):
+        with mock.patch("vua.sglang.identity.entry_points", points):
             self.assert_unusual(runner(), "the plug-in somebody")
             with mock.patch.dict("os.environ", {"SGLANG_PLUGINS": "other"}):
                 self.assertEqual([], setup(runner()).unusual)
