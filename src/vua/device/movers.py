@@ -63,11 +63,11 @@ def driver_present() -> bool:
 
 
 def _hint(problem: str) -> str:
-    """Return the remedy for an error of cuFile whose text does not give it."""
+    """Return the cause of an error of cuFile whose text does not give it."""
     if "5027" in problem or "volume attributes" in problem:
         return (
             "; cuFile asked udev for the kind of file system on the disk (ID_FS_USAGE) and got no "
-            "answer, as in a container without udev: mount the host's /run/udev there, read-only"
+            "answer, as in a container without udev"
         )
     return ""
 

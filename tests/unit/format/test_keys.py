@@ -8,6 +8,7 @@ import pickle
 import struct
 import unittest
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import torch
@@ -16,6 +17,7 @@ from hypothesis import strategies as st
 from helpers import native_code
 from properties import given
 from vua.errors import InputError
+from vua.format import keys as naming
 from vua.format.keys import ChunkKey, KeyChain, extras_parent, token_ids
 
 IDS = [0, 1, 255, 32000, 65535, 151643]
@@ -142,6 +144,16 @@ class TestKeyChain(unittest.TestCase):
             for n in range(min(map(len, chains))):
                 same = one[: (n + 1) * size] == other[: (n + 1) * size]
                 self.assertEqual(same, chains[0][n].name == chains[1][n].name)
+
+    def test_hashed_as_far_as_asked(self) -> None:
+        """A prompt of which nothing is stored costs one hash; keys one by one cost each its own."""
+        for keys, hashed in (([0], 1), ([99, 7], 100), (range(100), 100)):
+            with mock.patch.object(naming, "hash_chain", wraps=naming.hash_chain) as hashing:
+                chain = KeyChain(token_ids(range(400)), 4)
+                for key in keys:
+                    chain[key]
+            self.assertEqual(16 * hashed, sum(len(one.args[1]) for one in hashing.mock_calls))
+            self.assertLess(len(hashing.mock_calls), 10)
 
 
 class TestExtras(unittest.TestCase):
