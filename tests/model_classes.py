@@ -63,13 +63,13 @@ def _named(tests: dict[str, str]) -> dict[str, str]:
 
 
 REUSE = "tests/e2e/test_reuse.py::ReuseTest::"
-PARALLEL = "tests/e2e/test_parallel.py::TensorParallelTest::"
+PARALLEL = "tests/e2e/test_reuse.py::TensorParallelTest::"
 IDENTITY = "tests/e2e/test_identity.py::PictureTest::"
-ENCODERS = "tests/e2e/test_encoders.py::EncodersTest::"
+ENCODERS = "tests/e2e/test_identity.py::EncodersTest::"
 CLASSES = "tests/e2e/test_classes.py::TestClasses::test_"
 TIER = "tests/e2e/test_tier.py::TierTest::test_"
 LENT = "CPU, tier"
-ARCHITECTURES, ALONE = "tests/e2e/test_architectures.py::", "CPU, alone"
+ARCHITECTURES, ALONE = "tests/e2e/test_classes.py::", "CPU, alone"
 PAGES_OF = "tests/unit/vllm/test_vllm_pages.py::"
 LEFT = "left to the tier"
 
@@ -99,7 +99,7 @@ ROWS = (
     _class("layers that share caches", "Gemma 3n", "gemma3n"),
     Row(
         *("latents (MLA)", "DeepSeek V2 and V3, Kimi K2", "vllm", CANONICAL, "CPU"),
-        {"bytes after a restart": "tests/e2e/test_bytes.py::LatentBytesTest::test_latents"},
+        {"bytes after a restart": "tests/e2e/test_classes.py::LatentBytesTest::test_latents"},
     ),
     _class("guesses by n-grams", "any model", "n-grams"),
     Row(
@@ -119,11 +119,11 @@ ROWS = (
     ),
     Row(
         *("prompts of embeddings", "--enable-prompt-embeds", "vllm", CANONICAL, "CPU"),
-        {"restart, branch": "tests/e2e/test_options.py::EmbeddingsTest::test_embeddings"},
+        {"restart, branch": "tests/e2e/test_reuse.py::EmbeddingsTest::test_embeddings"},
     ),
     Row(
         *("vectors (pooling)", "Qwen3-Embedding, rerankers", "vllm", CANONICAL, "CPU"),
-        {"restart": "tests/e2e/test_options.py::PoolingTest::test_vectors"},
+        {"restart": "tests/e2e/test_reuse.py::PoolingTest::test_vectors"},
     ),
     Row(
         *("indexer", "DeepSeek V3.2, GLM-5", "vllm", "rows", "described"),

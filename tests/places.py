@@ -18,7 +18,7 @@ from typing import Any, Final
 from e2e.damage import blank, flip, truncate
 from faces import Library
 from scorecard.attacks import PLANTS
-from scorecard.faults.mounts import command, formatted
+from scorecard.mounts import command, formatted
 
 MOST_NBYTES: Final = 1 << 20
 """What a bounded cache may hold; several prompts of each face fill it."""

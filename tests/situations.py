@@ -31,7 +31,7 @@ from typing import Any, Final
 
 from faces import FACES, ToldError, Transformers
 from places import MOST_NBYTES, SITUATIONS, NotRunError, Place, Situation
-from scorecard.faults.mounts import own_mounts
+from scorecard.mounts import own_mounts
 
 RECOVERY_S: Final = 30.0
 """So long is waited for a new prompt to be stored and found."""

@@ -23,7 +23,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from scorecard.faults.world import ROOMY, World, WrongBytesError, layout_of
+from scorecard.world import ROOMY, World, WrongBytesError, layout_of
 from vua.capacity.limits import Limits
 from vua.catalog.collect import bring_within
 from vua.catalog.opening import open_catalog

@@ -96,7 +96,7 @@ class Field:
             make_gguf(made / "other", seed=2)
             make_gguf(made / "rope", seed=1, **{"llama.rope.freq_base": 500.0})
             return
-        from e2e.variants import make_adapter
+        from e2e.checkpoints import make_adapter
         from small_models import make_model
 
         for name, seed in (("one", 1), ("other", 2), ("rope", 1)):

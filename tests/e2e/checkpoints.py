@@ -1,14 +1,21 @@
-"""Sizes of small models; copies of checkpoints with other tensors, files or configurations."""
+"""Small models, made offline: other tensors, files, configurations, adapters; a model that sees."""
 
 from __future__ import annotations
 
 import json
+import re
 import shutil
+import sys
+import types
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
+import numpy as np
 import torch
 from safetensors.torch import load_file, save_file
+
+from e2e.damage import CHUNK
 
 SIZES: dict[str, Any] = {
     "bos_token_id": 1,
@@ -115,3 +122,331 @@ def _weights(model: Path) -> dict[str, torch.Tensor]:
         file.unlink()
     (model / f"{_WHOLE}.index.json").unlink(missing_ok=True)
     return weights
+
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+Weights: TypeAlias = "dict[str, Tensor]"
+
+
+def make_variant(source: Path, target: Path, kind: str) -> Path:
+    """Copy the checkpoint at ``source`` to ``target`` with its weights changed; return ``target``.
+
+    Args:
+        source: a directory with one ``model.safetensors``.
+        target: is replaced.
+        kind: one of :data:`WEIGHTS`.
+    """
+    from safetensors.torch import load_file, save_file
+
+    shutil.rmtree(target, ignore_errors=True)
+    shutil.copytree(source, target)
+    weights = WEIGHTS[kind](load_file(source / _WHOLE))
+    save_file(
+        {name: each.contiguous() for name, each in weights.items()},
+        target / _WHOLE,
+        metadata={"format": "pt"},
+    )
+    return target
+
+
+def make_adapter(
+    at: Path, source: Path, *, seed: int = 0, rank: int = 8, alpha: int = 8, strength: float = 0.05
+) -> Path:
+    """Make a LoRA adapter of q_proj and v_proj as PEFT writes it; return its directory.
+
+    Args:
+        at: where; is made.
+        source: the checkpoint that it is for.
+        seed: other seeds give other weights.
+        rank: its rank.
+        alpha: its alpha.
+        strength: the size of what it adds to a weight, relative to the weight, at alpha 8.
+    """
+    import torch
+    from safetensors.torch import load_file, save_file
+
+    at.mkdir(parents=True, exist_ok=True)
+    config = {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": source.name,
+        "bias": "none",
+        "lora_alpha": alpha,
+        "lora_dropout": 0.0,
+        "r": rank,
+        "target_modules": ["q_proj", "v_proj"],
+    }
+    (at / "adapter_config.json").write_text(json.dumps(config), encoding="utf-8")
+    noise, adapter = torch.Generator().manual_seed(seed), {}
+    for name, weight in sorted(load_file(source / _WHOLE).items()):
+        if not name.endswith(("q_proj.weight", "v_proj.weight")):
+            continue
+        rows, columns = weight.shape
+        down = torch.randn(rank, columns, generator=noise)
+        up = torch.randn(rows, rank, generator=noise)
+        scale = strength * weight.float().norm() / (up @ down).norm() * rank / 8
+        stem = f"base_model.model.{name.removesuffix('.weight')}"
+        adapter[f"{stem}.lora_A.weight"] = down.to(weight.dtype)
+        adapter[f"{stem}.lora_B.weight"] = (up * scale).to(weight.dtype)
+    save_file(adapter, at / "adapter_model.safetensors")
+    return at
+
+
+def _tuned(strength: float) -> Callable[[Weights], Weights]:
+    """Every matrix moved by so much of its own size, at random: as after a short fine-tuning."""
+
+    def change(weights: Weights) -> Weights:
+        import torch
+
+        noise = torch.Generator().manual_seed(7)
+        changed = {}
+        for name, weight in sorted(weights.items()):
+            if weight.dim() < 2:
+                changed[name] = weight
+                continue
+            step = torch.randn(weight.shape, generator=noise) * weight.float().std() * strength
+            changed[name] = (weight.float() + step).to(weight.dtype)
+        return changed
+
+    return change
+
+
+def _low_rank(strength: float) -> Callable[[Weights], Weights]:
+    """q_proj and v_proj moved by so much of their size as by an adapter of rank 8, merged."""
+
+    def change(weights: Weights) -> Weights:
+        import torch
+
+        noise, changed = torch.Generator().manual_seed(7), dict(weights)
+        for name, weight in sorted(weights.items()):
+            if name.endswith(("q_proj.weight", "v_proj.weight")):
+                rows, columns = weight.shape
+                step = torch.randn(rows, 8, generator=noise) @ torch.randn(
+                    8, columns, generator=noise
+                )
+                step *= strength * weight.float().norm() / step.norm()
+                changed[name] = (weight.float() + step).to(weight.dtype)
+        return changed
+
+    return change
+
+
+def _rounded(form: str) -> Callable[[Weights], Weights]:
+    """The matrices of the layers rounded as a quantisation does, with one scale per row."""
+
+    def change(weights: Weights) -> Weights:
+        return {
+            name: _round(each, form) if "proj" in name else each for name, each in weights.items()
+        }
+
+    return change
+
+
+def _round(weight: Tensor, form: str) -> Tensor:
+    import torch
+
+    values = weight.float()
+    most = {"int8": 127.0, "fp8": 448.0}[form]
+    scale = values.abs().amax(dim=1, keepdim=True).clamp_min(1e-12) / most
+    steps = values / scale
+    steps = steps.round() if form == "int8" else steps.to(torch.float8_e4m3fn).float()
+    return (steps * scale).to(weight.dtype)
+
+
+def _swapped(weights: Weights) -> Weights:
+    """The first two layers in the other order."""
+    other = {"0": "1", "1": "0"}
+
+    def name_of(name: str) -> str:
+        return re.sub(r"\.layers\.([01])\.", lambda at: f".layers.{other[at[1]]}.", name)
+
+    return {name_of(name): each for name, each in weights.items()}
+
+
+def _shifted(weights: Weights) -> Weights:
+    """Every token has the embedding of the next one: as with ids that are off by one."""
+    return {
+        name: each.roll(-1, dims=0) if "embed_tokens" in name else each
+        for name, each in weights.items()
+    }
+
+
+def _scaled(part: str, by: float) -> Callable[[Weights], Weights]:
+    """All weights of one kind multiplied, as with another scale of a quantised cache."""
+
+    def change(weights: Weights) -> Weights:
+        return {
+            name: (each.float() * by).to(each.dtype) if part in name else each
+            for name, each in weights.items()
+        }
+
+    return change
+
+
+WEIGHTS: Final[dict[str, Callable[[Weights], Weights]]] = {
+    "tuned 10 %": _tuned(0.1),
+    "tuned 3 %": _tuned(0.03),
+    "tuned 1 %": _tuned(0.01),
+    "tuned 0.3 %": _tuned(0.003),
+    "tuned 0.1 %": _tuned(0.001),
+    "adapter 10 %": _low_rank(0.1),
+    "adapter 3 %": _low_rank(0.03),
+    "adapter 1 %": _low_rank(0.01),
+    "int8 weights": _rounded("int8"),
+    "fp8 weights": _rounded("fp8"),
+    "layers swapped": _swapped,
+    "tokens off by one": _shifted,
+    "V scaled by 1.05": _scaled("v_proj", 1.05),
+    "K scaled by 1.05": _scaled("k_proj", 1.05),
+}
+
+
+IMAGE_TOKEN = 4
+IMAGE_TOKENS = 64  # 8 by 8 patches
+SIDE_PIXELS = 64
+
+
+def stand_in_for_torchvision() -> None:
+    """Let vLLM import its LLaVA, which imports Pixtral's preprocessing and never calls it.
+
+    That preprocessing needs torchvision, of which package indexes hold no CPU build. vLLM looks at
+    models in a process of their own, which would not know of the stand-in: it looks in this one.
+    """
+    from vllm.model_executor.models import registry
+
+    name = "transformers.models.pixtral.image_processing_pixtral"
+    stand_in: Any = types.ModuleType(name)
+    stand_in._num_image_tokens = None
+    sys.modules.setdefault(name, stand_in)
+    registry._run_in_subprocess = lambda look: look()
+
+
+def picture(seed: int) -> Any:
+    from PIL import Image
+
+    rng = np.random.default_rng(seed)
+    pixels = rng.integers(0, 256, (SIDE_PIXELS, SIDE_PIXELS, 3), dtype=np.uint8)
+    return Image.fromarray(pixels)
+
+
+def make_llava(target: Path, seed: int, **changes: Any) -> None:
+    """Make a checkpoint of two layers that see what a vision tower of three layers makes.
+
+    Args:
+        target: the directory.
+        seed: of the weights.
+        changes: to its LlavaConfig.
+    """
+    import torch
+    import transformers
+    from safetensors.torch import load_file, save_file
+
+    from e2e.checkpoints import SIZES
+
+    vision = transformers.CLIPVisionConfig(
+        hidden_size=64,
+        image_size=SIDE_PIXELS,
+        initializer_factor=1.0,
+        initializer_range=0.25,
+        intermediate_size=128,
+        num_attention_heads=2,
+        num_hidden_layers=3,
+        patch_size=8,
+        projection_dim=64,
+    )
+    text = transformers.LlamaConfig(head_dim=32, num_key_value_heads=2, **SIZES)
+    settings = {
+        "image_seq_length": IMAGE_TOKENS,
+        "image_token_id": IMAGE_TOKEN,
+        "image_token_index": IMAGE_TOKEN,
+        "vision_feature_layer": -2,
+        "vision_feature_select_strategy": "default",
+    }
+    config = transformers.LlavaConfig(vision_config=vision, text_config=text, **settings | changes)
+    torch.manual_seed(seed)
+    transformers.LlavaForConditionalGeneration(config).float().save_pretrained(target)
+    file = target / "model.safetensors"
+    weights = {  # transformers 5 writes the vision tower without a prefix that vLLM expects
+        name.replace("vision_tower.", "vision_tower.vision_model.")
+        if "vision_model" not in name
+        else name: value
+        for name, value in load_file(file).items()
+    }
+    save_file(weights, file, metadata={"format": "pt"})
+    _processor().save_pretrained(target)
+
+
+def _processor() -> Any:
+    from tokenizers import Tokenizer
+    from tokenizers.models import WordLevel
+    from tokenizers.pre_tokenizers import WhitespaceSplit
+    from transformers import CLIPImageProcessor, LlavaProcessor, PreTrainedTokenizerFast
+
+    words = ["<unk>", "<s>", "</s>", "<pad>", "<image>", *(f"t{n}" for n in range(5, 512))]
+    made = Tokenizer(WordLevel({word: n for n, word in enumerate(words)}, unk_token="<unk>"))
+    made.pre_tokenizer = WhitespaceSplit()
+    special = {"unk_token": "<unk>", "bos_token": "<s>", "eos_token": "</s>", "pad_token": "<pad>"}
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=made, additional_special_tokens=["<image>"], **special
+    )
+    size = {"height": SIDE_PIXELS, "width": SIDE_PIXELS}
+    images = CLIPImageProcessor(size={"shortest_edge": SIDE_PIXELS}, crop_size=size)
+    return LlavaProcessor(
+        image_processor=images,
+        tokenizer=tokenizer,
+        patch_size=8,
+        vision_feature_select_strategy="default",
+        image_token="<image>",
+        num_additional_image_tokens=1,
+    )
+
+
+def model_of(path: Path, dtype: torch.dtype = torch.float32) -> Any:
+    """A model that goes on behind an end of text, as the engines are asked to."""
+    from transformers import AutoModelForCausalLM
+
+    model: Any = AutoModelForCausalLM.from_pretrained(path, dtype=dtype)
+    if model.config.model_type == "gemma2":  # sdpa drops its soft cap
+        model.set_attn_implementation("eager")
+    model.generation_config.eos_token_id = None
+    return model
+
+
+def generated(
+    model: Any, root: Path, prompts: Sequence[list[int]], *, new: int, share: bool = True
+) -> Iterator[tuple[int, list[int]]]:
+    """For each prompt in turn: tokens loaded, and so many new ones; stored for other engines."""
+    from vua.transformers import PrefixCache
+
+    with PrefixCache(
+        model, root, chunk_tokens=CHUNK, load_policy="always", share=share
+    ) as prefixes:
+        prefixes.ready()
+        for prompt in prompts:
+            ids = torch.tensor([prompt])
+            prefix = prefixes.load(ids)
+            out = model.generate(
+                ids,
+                attention_mask=torch.ones_like(ids),
+                past_key_values=prefix.cache,
+                do_sample=False,
+                max_new_tokens=new,
+            )
+            prefixes.save(ids, prefix.cache)
+            yield prefix.num_tokens, out[0, len(prompt) :].tolist()
+
+
+def generate(
+    path: Path,
+    root: Path,
+    ids: list[int],
+    *,
+    new: int,
+    dtype: torch.dtype = torch.float32,
+    share: bool = True,
+) -> tuple[int, list[int]]:
+    """The same of one prompt, by a model from its directory."""
+    (found,) = generated(model_of(path, dtype), root, [ids], new=new, share=share)
+    return found

@@ -30,10 +30,8 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-from e2e.changes import adapter, change_memory
-from e2e.pictures import make_llava, picture, stand_in_for_torchvision
-from e2e.snapshots import snapshots
-from e2e.trouble import trouble
+from e2e.checkpoints import make_llava, picture, stand_in_for_torchvision
+from e2e.trouble import adapter, change_memory, snapshots, trouble, weight_transfer
 from small_models import ENGINE_ENVIRONMENT
 from vua.capacity import reclaim
 from vua.connector import opening
@@ -218,9 +216,7 @@ def with_engine(phase: dict[str, Any]) -> dict[str, Any]:
 
         settings["ec_transfer_config"] = ECTransferConfig(**settings["ec_transfer_config"])
     if "weight_transfer_config" in settings:
-        from e2e import trainer
-
-        settings["weight_transfer_config"] = trainer.configured(settings["weight_transfer_config"])
+        settings["weight_transfer_config"] = weight_transfer(settings["weight_transfer_config"])
     counts: dict[str, int] = {}
     troubled = trouble(phase.get("trouble", {}))
     blocks: list[dict[str, list[str]]] | None = [] if phase.get("snapshots") else None

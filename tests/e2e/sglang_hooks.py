@@ -1,10 +1,19 @@
-"""Changes of an SGLang engine, made in its own process: a hook for `--forward-hooks`, patches."""
+"""Changes of an SGLang engine, made in its own process: a hook, patches, a storage with trouble.
+
+While the directory of a `TroubledStorage` holds a file named ``hang``, reads and writes wait; while
+it holds one named ``full``, the file system has no room left.
+"""
 
 from __future__ import annotations
 
+import errno
+import time
 from collections.abc import Callable, Mapping
 from functools import wraps
 from typing import Any
+
+from vua.sglang.storage import VUAHiCacheStorage
+from vua.storage.local import LocalStorage
 
 
 def scaled(config: Mapping[str, float]) -> Callable[..., Any]:
@@ -15,18 +24,6 @@ def scaled(config: Mapping[str, float]) -> Callable[..., Any]:
         return output * factor
 
     return hook
-
-
-def hooks(factor: float) -> list[dict[str, Any]]:
-    """The argument of a server whose first layer's MLP returns other values."""
-    return [
-        {
-            "name": "scaled",
-            "target_modules": ["model.layers.0.mlp"],
-            "hook_factory": "e2e.sglang_hooks:scaled",
-            "config": {"factor": factor},
-        }
-    ]
 
 
 FACTOR = 2.0
@@ -89,3 +86,33 @@ def _scale(place: Any, name: str) -> None:
         return original(*args, **named) * FACTOR
 
     setattr(place, name, scaled)
+
+
+LOOK_EVERY_S = 0.05
+
+
+class TroubledStorage(VUAHiCacheStorage):
+    """VUA's backend, in a process whose local storage looks for trouble first."""
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        troubled("read", "hang")
+        troubled("write", "hang", "full")
+
+
+def troubled(name: str, *troubles: str) -> None:
+    """Have a method of the storage look for trouble first."""
+    method = getattr(LocalStorage, name)
+    if getattr(method, "troubled", False):
+        return
+
+    def first(self: LocalStorage, *arguments: Any) -> Any:
+        root = self.directory.parent
+        while "hang" in troubles and (root / "hang").exists():
+            time.sleep(LOOK_EVERY_S)
+        if "full" in troubles and (root / "full").exists():
+            raise OSError(errno.ENOSPC, "no space left on device")
+        return method(self, *arguments)
+
+    first.troubled = True  # type: ignore[attr-defined]
+    setattr(LocalStorage, name, first)

@@ -1,31 +1,50 @@
-"""Engines on several hosts that share a bucket: what one stored another one loads."""
+"""Buckets: engines on several hosts, every face, the rights that are needed; mounts."""
 
 from __future__ import annotations
 
+import copy
+import json
+import re
 import shutil
+import subprocess
+import sys
 import threading
 import time
+import unittest
+from collections.abc import Callable
+from contextlib import ExitStack
+from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
+from urllib.parse import parse_qs, urlsplit
 
 import pytest
+import torch
 
-from buckets import seaweedfs, speaking_to
+from buckets import memory_url, moto, seaweedfs, speaking_to
 from commands import run as command
 from commands import run_json
 from e2e.harness import PROMPT, Batch, EngineTest, Phase, Served, run, tokens
+from helpers import ROOT, DirectoryTest, caches_of, kv_bits
+from llama import BYTES_FROM, WHERE, completed, has_llama_cpp, load_gguf, make_gguf
 from proxy import FaultyProxy
+from small_models import make_model
+from vua import VUA, NotWritableError, VUAConfig, VUAError
+from vua.errors import StorageError
 from vua.format.entry import ENCRYPTED
 from vua.format.parse import parse_entry
 from vua.security.keyring import tenant_of, write_key
 from vua.storage.bucket import Bucket
 
-pytestmark = [pytest.mark.vllm, pytest.mark.thorough]
+pytestmark = pytest.mark.thorough
+
+
 pytest.importorskip("obstore")
 
 BATCH = Batch([PROMPT])
 
 
+@pytest.mark.vllm
 class BucketTest(EngineTest):
     @classmethod
     def setUpClass(cls) -> None:
@@ -174,3 +193,334 @@ class BucketTest(EngineTest):
             self.server.start()
         self.assertLess(self.arrived(), 60)
         self.all_arrive(60, prompts[0])
+
+
+pytest.importorskip("obstore")
+boto3 = pytest.importorskip("boto3")
+
+CONFIG: Final = VUAConfig(split_factor=4, model="tiny")
+TOKENS: Final = torch.arange(12)
+KV: Final = caches_of(layers=2, heads=2, tokens=12, dim=8)
+DOC: Final = Path(__file__).parents[2] / "docs" / "object-stores.md"
+NEED: Final = {
+    "s3:ListBucket": {"ls", "verify", "pin", "gc", "rm"},
+    "s3:GetObject": {"save", "load", "lookup", "ls", "verify", "pin", "gc", "rm"},
+    "s3:PutObject": {"save", "refresh", "pin"},
+    "s3:DeleteObject": {"pin", "gc", "rm"},
+}
+"""What fails without a right, on moto. On AWS a refresh needs ``s3:GetObject``, too."""
+
+
+def policies() -> tuple[dict[str, Any], dict[str, Any]]:
+    """The documented ones: of who reads and writes, of who only reads."""
+    both, reading = re.findall(r'```json\n(\{"Version".*?)```', DOC.read_text(), re.DOTALL)
+    return json.loads(both), json.loads(reading)
+
+
+def without(policy: dict[str, Any], action: str) -> dict[str, Any]:
+    policy = copy.deepcopy(policy)
+    for statement in policy["Statement"]:
+        statement["Action"] = [one for one in statement["Action"] if one != action]
+    policy["Statement"] = [one for one in policy["Statement"] if one["Action"]]
+    return policy
+
+
+class User:
+    """A user of a bucket who needs rights, and an empty place in it. A context manager."""
+
+    def __init__(self) -> None:
+        """Make the user, who has no right yet."""
+        from moto.core import enable_iam_authentication
+
+        self.enforced = enable_iam_authentication
+        """What to enter while each request needs a right."""
+        self.name = memory_url().rpartition("/")[2]
+        self.url = f"s3://vua/{self.name}"
+        self.requests: list[tuple[str, dict[str, list[str]]]] = []
+        """Methods and queries of what was sent."""
+        self._server = moto()
+        admin = {"aws_access_key_id": "any", "aws_secret_access_key": "any"}
+        self._iam = boto3.session.Session().client(
+            "iam", endpoint_url=self._server, region_name="us-east-1", **admin
+        )
+        self._iam.create_user(UserName=self.name)
+        self._key = self._iam.create_access_key(UserName=self.name)["AccessKey"]
+
+    def __enter__(self) -> User:  # noqa: PYI034 - typing.Self needs Python 3.11
+        """From now on this process speaks to the bucket as this user."""
+        with ExitStack() as stack:
+            proxy = FaultyProxy(self._server, self._note)
+            stack.callback(proxy.close)
+            stack.enter_context(
+                speaking_to(
+                    proxy.endpoint,
+                    AWS_ACCESS_KEY_ID=self._key["AccessKeyId"],
+                    AWS_SECRET_ACCESS_KEY=self._key["SecretAccessKey"],
+                )
+            )
+            self._stack = stack.pop_all()
+        return self
+
+    def __exit__(self, *problem: object) -> None:
+        self._stack.close()
+
+    def _note(self, number: int, method: str, path: str) -> str:
+        del number
+        self.requests.append((method, parse_qs(urlsplit(path).query, keep_blank_values=True)))
+        return ""
+
+    def allow(self, policy: dict[str, Any]) -> None:
+        """Give the user these rights, and no others."""
+        policy = copy.deepcopy(policy)
+        if any("s3:DeleteObject" in one["Action"] for one in policy["Statement"]):
+            on_bucket = {"Action": ["s3:DeleteObject"], "Resource": "arn:aws:s3:::BUCKET"}
+            policy["Statement"].append({"Effect": "Allow", **on_bucket})  # for moto, see above
+        text = json.dumps(policy).replace("BUCKET", "vua").replace("PREFIX", self.name)
+        self._iam.put_user_policy(UserName=self.name, PolicyName="vua", PolicyDocument=text)
+
+    def entries(self) -> list[str]:
+        keys = (one.key for one in Bucket.at(self.url).walk())
+        return sorted(key for key in keys if key.endswith(".safetensors"))
+
+    def save(self, first: int = 0) -> None:
+        """Store the prompt that begins with token ``first``. Raises VUAError, AssertionError."""
+        with VUA(CONFIG, self.url) as vua:
+            assert vua.put(TOKENS + first, KV) == 3
+
+    def load(self) -> None:
+        with VUA(CONFIG, self.url) as vua:
+            found = vua.get_closest(TOKENS)
+        assert (found.num_tokens, kv_bits(found.data)) == (12, kv_bits(KV))
+
+    def lookup(self) -> None:
+        with VUA(CONFIG, self.url) as vua:
+            assert vua.lookup(TOKENS) == [12]
+
+    def command(self, *words: str) -> None:
+        """Run a command on the place. Raises AssertionError."""
+        code, out, problem = command(words[0], self.url, *words[1:])
+        assert code == 0, out + problem
+
+    def failures(self, key: str) -> set[str]:
+        """What does not work for a user who has stored a prompt; one entry of it is ``key``."""
+        chunk = key.split("/")[2]
+        works: dict[str, Callable[[], object]] = {
+            "save": lambda: self.save(100),
+            "load": self.load,
+            "lookup": self.lookup,
+            "refresh": lambda: Bucket.at(self.url).renew(key),
+            "ls": lambda: self.command("ls", "--long"),
+            "verify": lambda: self.command("verify"),
+            "pin": lambda: (self.command("pin", chunk), self.command("pin", chunk, "--remove")),
+            "gc": lambda: self.command("gc", "--max-bytes", "0"),
+            "rm": lambda: self.command("rm", "--all"),
+        }
+        return {name for name, work in works.items() if not self._succeeds(work)}
+
+    def _succeeds(self, work: Callable[[], object]) -> bool:
+        try:
+            work()
+        except (AssertionError, VUAError, OSError):
+            return False
+        finally:
+            Bucket.at(self.url).breaker.went(well=True)  # what comes next is to be tried, too
+        return True
+
+
+class PolicyTest(unittest.TestCase):
+    """Each right is needed, and no other one."""
+
+    def stored_by(self, user: User) -> str:
+        """Give a user all documented rights, and store a prompt; return an entry's key."""
+        user.allow(policies()[0])
+        with user.enforced():
+            user.save()
+            return user.entries()[0]
+
+    def test_documented(self) -> None:
+        """With the documented rights everything works; only what is documented is sent."""
+        with User() as user:
+            key = self.stored_by(user)
+            with user.enforced():
+                self.assertEqual(set(), user.failures(key))
+                self.assertEqual(["vua.json"], [one.key for one in Bucket.at(user.url).walk()])
+                sent, user.requests = user.requests, []
+                code, report = run_json("doctor", user.url)
+                levels = {one["name"]: one["level"] for one in report["findings"]}
+                self.assertEqual((0, {"ok"}), (code, set(levels.values())), report)
+        listed = [query["prefix"][0] for _, query in sent if "list-type" in query]
+        kinds = {(method, *sorted(set(query) & {"list-type", "delete"})) for method, query in sent}
+        wanted = {("GET",), ("HEAD",), ("PUT",), ("GET", "list-type"), ("POST", "delete")}
+        self.assertEqual(wanted, kinds)
+        condition = policies()[0]["Statement"][0]["Condition"]["StringLike"]["s3:prefix"]
+        patterns = [one.replace("PREFIX", user.name) for one in condition]
+        for one in listed:
+            self.assertTrue(any(fnmatchcase(one, pattern) for pattern in patterns), one)
+
+    def test_each_is_needed(self) -> None:
+        """Without any one of them something fails."""
+        actions = [one for each in policies()[0]["Statement"] for one in each["Action"]]
+        self.assertEqual(sorted(NEED), sorted(actions))
+        for action in actions:
+            with self.subTest(action), User() as user:
+                key = self.stored_by(user)
+                user.allow(without(policies()[0], action))
+                with user.enforced():
+                    self.assertEqual(NEED[action], user.failures(key))
+
+    def test_said(self) -> None:
+        """A command that is refused says what was refused, and which right is missing."""
+        with User() as user:
+            self.stored_by(user)
+            for action, words in (
+                ("s3:DeleteObject", ("gc", user.url, "--max-bytes", "0")),
+                ("s3:DeleteObject", ("rm", user.url, "--all")),
+                ("s3:ListBucket", ("ls", user.url)),
+                ("s3:PutObject", ("ttl", user.url, "1d")),
+            ):
+                user.allow(without(policies()[0], action))
+                with self.subTest(words), user.enforced():
+                    code, _, problem = command(*words)
+                    self.assertEqual(2, code)
+                    self.assertRegex(problem, rf"{user.url}.*refused .*AccessDenied.*{action}")
+
+    def test_reading_only(self) -> None:
+        """Who may only read goes on reading, however many saves and renewals are refused."""
+        with User() as user:
+            key = self.stored_by(user)
+            user.allow(policies()[1])
+            with user.enforced():
+                before = user.entries()
+                for first in (100, 200, 300, 400):
+                    with self.assertRaisesRegex(NotWritableError, "s3:PutObject"):
+                        user.save(first)
+                for _ in range(4):
+                    self.assertFalse(Bucket.at(user.url).try_renew(key))
+                user.lookup()
+                user.load()
+                self.assertEqual(before, user.entries())
+
+
+@pytest.mark.vllm
+class ReadingEngineTest(EngineTest):
+    """Engines that may only read."""
+
+    def test_engines(self) -> None:
+        """They load; what they compute is not stored, and no request fails for that."""
+        stored = Batch([PROMPT])
+        news = [Batch([tokens(300, seed=seed)]) for seed in (70, 71)]
+        expected = self.baseline(stored, *news, stored)
+        with User() as user:
+
+            def served(*batches: Batch, role: str) -> Served:
+                phase = Phase(
+                    batches,
+                    root=self.root,
+                    extra={"shared_storage_path": user.url},
+                    transfer={"kv_role": role},
+                )
+                user.requests.clear()
+                with user.enforced():
+                    (answer,) = run(phase)
+                self.assertIsNone(answer.problem)
+                return answer
+
+            user.allow(policies()[0])
+            self.assertEqual(expected[:1], served(stored, role="kv_both").tokens)
+            user.allow(policies()[1])
+            for role in ("kv_both", "kv_consumer"):
+                answer = served(stored, *news, stored, role=role)
+                self.assertEqual(expected, answer.tokens)
+                self.assertEqual([640, 0, 0, 640], answer.cached)
+                self.assertEqual(1280, answer.counts["tokens_loaded"])
+                puts = sum(method == "PUT" for method, _ in user.requests)
+                said = re.findall("chunks are not stored.*s3:PutObject", answer.log)
+                self.assertEqual(role == "kv_both", puts > 0)
+                self.assertEqual(role == "kv_both", len(said))
+
+
+pytest.importorskip("obstore")
+
+CHUNK = 16
+
+
+class FacesTest(DirectoryTest):
+    """A real server; the engines' own models."""
+
+    def setUp(self) -> None:
+        """Begin with an empty place in its bucket."""
+        super().setUp()
+        self.enterContext(speaking_to(seaweedfs().endpoint))
+        self.url = seaweedfs().place()
+
+    def stored(self, url: str) -> int:
+        return sum(one.key.endswith(".safetensors") for one in Bucket.at(url).walk())
+
+    def test_transformers(self) -> None:
+        """The same tokens with the prefix that another cache object stored, alone and in tiers."""
+        from transformers import AutoModelForCausalLM
+
+        from vua.transformers import PrefixCache
+
+        make_model(self.root / "model")
+        model = AutoModelForCausalLM.from_pretrained(
+            self.root / "model", attn_implementation="eager"
+        )
+        ids = torch.randint(4, 512, (1, 150), generator=torch.Generator().manual_seed(1))
+        places = [self.url, [str(self.root / "near"), self.url], self.url]
+        lengths, outputs = [], []
+        for place in places:
+            with PrefixCache(model, place, chunk_tokens=CHUNK, load_policy="always") as prefixes:
+                prefixes.ready()
+                prefix = prefixes.load(ids)
+                lengths.append(prefix.num_tokens)
+                output = model.generate(
+                    *(ids,),
+                    past_key_values=prefix.cache,
+                    max_new_tokens=8,
+                    min_new_tokens=8,
+                    do_sample=False,
+                )
+                prefixes.save(ids, prefix.cache)
+                outputs.append(output.tolist())
+        self.assertEqual([0, 144, 144], lengths)
+        self.assertEqual([outputs[0]] * 3, outputs)
+        self.assertEqual(10, self.stored(self.url))  # 9 chunks, and the probe of the model
+
+    @unittest.skipUnless(has_llama_cpp(), WHERE)
+    def test_llama_cpp(self) -> None:
+        """A new engine takes the prefix of a prompt from the bucket."""
+        from vua.llama_cpp import VUALlamaCache
+
+        path = make_gguf(self.root / "model.gguf")
+        prompt = [1, *(BYTES_FROM + byte for byte in range(40, 140))]
+        tokens = []
+        for _ in range(2):
+            llm = load_gguf(path)
+            cache = VUALlamaCache(llm, self.url, chunk_tokens=CHUNK)
+            self.assertTrue(cache.ready())
+            llm.set_cache(cache)
+            if tokens:
+                self.assertEqual(96, cache[prompt].n_tokens)
+            tokens.append(completed(llm, prompt))
+            with self.assertRaisesRegex(StorageError, "vua du"):
+                _ = cache.cache_size
+            cache.close()
+            llm.close()
+        self.assertEqual(tokens[0], tokens[1])
+        self.assertGreaterEqual(self.stored(self.url), 6)
+
+
+@unittest.skipUnless((ROOT / "benchmarks").exists(), "not in a checkout")
+class MountsTest(unittest.TestCase):
+    def test_seaweedfs(self) -> None:
+        """Conformance, `vua doctor`, and what one client sees of the other: nothing is wrong."""
+        command = [sys.executable, "benchmarks/nfs/fuse.py", "--kinds", "seaweedfs"]
+        done = subprocess.run(
+            [*command, "--parts", "across,soon"], cwd=ROOT, capture_output=True, text=True,
+            check=False,
+        )  # fmt: skip
+        if done.returncode == 2:
+            self.skipTest(done.stdout)
+        self.assertEqual(0, done.returncode, done.stdout + done.stderr)
+        self.assertIn('"b gets what a has put, right and whole", "holds": true', done.stdout)

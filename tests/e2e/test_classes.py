@@ -1,17 +1,47 @@
-"""Classes of models by each door, each the whole way: `rows` asks them.
+"""Models by each door, each the whole way; architectures; those that are served without a cache.
 
-`tests/model_classes.py` lists where the other classes are tested.
+`tests/model_classes.py` lists where the other classes are tested. Of an architecture that vLLM
+cannot run on a CPU, or that VUA does not store there, the reason is asked; VUA describes the real
+configuration of all.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import json
+import os
+import shutil
+import unittest
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NamedTuple
+from unittest import mock
 
 import pytest
 
-from e2e.architectures import (
+from e2e.checkpoints import with_biases
+from e2e.damage import CHUNK, exchange_for_noise, flip, stored
+from e2e.engine import ENVIRONMENT
+from e2e.harness import (
+    PROMPT,
+    RESET,
+    RESET_ALL,
+    Batch,
+    EngineTest,
+    Exchange,
+    Phase,
+    llama,
+    needs_windows,
+    run,
+    tier_at,
+    tokens,
+)
+from e2e.kinds import (
+    DELTA_ENGINE,
+    KINDS,
+    SHORT_ENGINE,
+    Kind,
     deepseek,
     eagle,
     ernie,
@@ -24,11 +54,106 @@ from e2e.architectures import (
     qwen3_next,
     small,
 )
-from e2e.harness import Phase, llama, needs_windows, run
-from e2e.kinds import DELTA_ENGINE, SHORT_ENGINE
-from e2e.rows import WHOLE, check_by_tier, check_loads, check_preempted
 
-pytestmark = [pytest.mark.vllm, pytest.mark.thorough]
+pytestmark = pytest.mark.vllm
+
+
+WHOLE = Batch([PROMPT[:642]])
+"""Two tokens are left to compute: states fade, and here they cannot."""
+OTHERS = (Batch([PROMPT[:642] + tokens(300, seed=4)]), Batch([PROMPT[:400] + tokens(150, seed=2)]))
+"""A longer prompt, and one that shares a part."""
+LEAST = 512
+"""Tokens of `WHOLE` that are loaded at least: whole blocks of any size; of windows the last one."""
+
+
+def _cold(phase: Phase) -> list[list[int]]:
+    """The tokens of an engine that finds nothing; those of each prompt are others."""
+    (cold,) = run(phase)
+    assert cold.problem is None, cold.problem
+    assert len({*map(tuple, cold.tokens)}) == len(cold.tokens), cold.tokens
+    assert not any(cold.cached)
+    return cold.tokens
+
+
+def _apart(count: int) -> Sequence[Batch]:
+    """The other prompts, each under a salt of its own."""
+    return [replace(one, salt=f"other {at}") for at, one in enumerate(OTHERS[:count])]
+
+
+def check_loads(
+    engine: dict[str, Any], root: Path, loaded: tuple[int, ...] = (640, 384), damaged: str = ""
+) -> None:
+    """By the connector: cold, restarted, other prompts, damaged, healed; noise gives other tokens.
+
+    Args:
+        engine: its settings.
+        root: an empty directory.
+        loaded: tokens that each of `OTHERS` loads; shorter: the rest of them is not asked.
+        damaged: how the names of files begin in which a bit is flipped: their kind of layers.
+    """
+    flipped, noise = (root.with_name(name) for name in ("flipped", "noise"))
+
+    def phase(*batches: Batch | Exchange) -> Phase:
+        return Phase([step for batch in batches for step in (RESET, batch)], engine, root)
+
+    cold = _cold(phase(WHOLE, *_apart(len(loaded))))
+    for copy in (flipped, noise):
+        shutil.copytree(root, copy)
+    hurt = [path for path in stored(flipped) if path.name.startswith(damaged)]
+    for path in hurt:
+        flip(path)
+    exchange_for_noise(noise, WHOLE.prompts[0])
+
+    again = (Exchange(flipped, root), WHOLE, WHOLE, Exchange(noise, root), WHOLE)
+    (warm,) = run(phase(WHOLE, *OTHERS[: len(loaded)], *again))
+
+    assert warm.problem is None, warm.problem
+    *right, wrong = warm.tokens
+    assert right == [*cold, cold[0], cold[0]]
+    assert warm.cached == [640, *loaded, 0, 640, 640]
+    assert hurt
+    assert warm.counts["corrupt"] > 0
+    assert warm.counts["tokens_loaded"] >= LEAST
+    assert wrong != cold[0]
+
+
+def check_by_tier(engine: dict[str, Any], root: Path, others: int = 2) -> None:
+    """By the tier: cold, restarted, so many other prompts, damaged."""
+    flipped, engine = root.with_name("flipped"), {"enable_prefix_caching": True} | engine
+
+    def phase(at: Path, *batches: Batch) -> Phase:
+        steps = [step for batch in batches for step in (RESET_ALL, batch)]
+        return Phase(steps, engine, at, transfer=tier_at(at))
+
+    cold = _cold(phase(root, WHOLE, *_apart(others)))
+    shutil.copytree(root, flipped)
+    for path in stored(flipped):
+        flip(path)
+
+    warm, damaged = run(phase(root, WHOLE, *OTHERS[:others]), phase(flipped, WHOLE))
+
+    assert (warm.problem, damaged.problem) == (None, None)
+    assert (cold, cold[:1]) == (warm.tokens, damaged.tokens)
+    assert damaged.cached == [0]
+    assert warm.cached[0] >= LEAST
+
+
+def check_preempted(engine: dict[str, Any], root: Path) -> None:
+    """Prompts that share a beginning and are thrown out again and again, in small steps."""
+    sharing = [PROMPT[:400] + tokens(150, seed=10 + at) for at in range(4)]
+    batch = Batch(sharing, max_tokens=40)
+    engine = engine | {"max_num_batched_tokens": 192, "enable_chunked_prefill": True}
+    trouble = {"preempt_every": 25}
+
+    plain, served = run(
+        Phase([batch], engine), Phase([batch, RESET, batch], engine, root, trouble=trouble)
+    )
+
+    assert served.problem is None, served.problem
+    assert served.tokens == 2 * plain.tokens
+    assert served.counts.get("preemptions", 0) > 0
+    assert min(served.cached[4:]) > 0
+
 
 CPU = Path("/proc/cpuinfo").read_text(encoding="utf-8")
 TP2: dict[str, Any] = {"tensor_parallel_size": 2}
@@ -90,6 +215,7 @@ def each(cases: dict[str, Case]) -> Any:
     return pytest.mark.parametrize("case", chosen)
 
 
+@pytest.mark.thorough
 @needs_windows
 class TestClasses:
     @each(CASES)
@@ -117,3 +243,142 @@ class TestClasses:
         assert [one.problem for one in served] == [None] * 3
         assert [one.tokens for one in served] == [plain.tokens] * 3
         assert [cached for one in served for cached in one.cached] == [0, 640, 640]
+
+
+@pytest.mark.soak
+class TestArchitectures:
+    @needs_windows
+    @pytest.mark.parametrize("name", KINDS)
+    def test_one(self, name: str, tmp_path: Path) -> None:
+        """Its real configuration is described; a small model of it runs in real engines."""
+        kind = KINDS[name]
+        check_door(name, kind, tmp_path)
+        config = {"architectures": [name], **kind.config}
+        model = with_biases(tmp_path / "model", kind.model_type, **config)
+        engine, root = {"model": str(model), **kind.engine}, tmp_path / "kv"
+        if kind.cannot:
+            check_refused(kind, engine, root)
+        elif kind.why_tier:
+            check_by_tier(engine, root, len(kind.loaded))
+        else:
+            check_loads(engine, root, kind.loaded)
+
+
+def check_door(name: str, kind: Kind, at: Path) -> None:
+    """On a GPU it takes the door that the table says; the connector has an identity for it."""
+    import torch
+    from transformers import AutoConfig
+    from vllm.engine.arg_utils import EngineArgs
+    from vllm.model_executor.models import registry
+    from vllm.v1.kv_cache_interface import FullAttentionSpec
+
+    from vua.connector.config import ConnectorConfig
+    from vua.vllm.cache_spec import describe
+    from vua.vllm.support import door_of
+
+    real = AutoConfig.for_model(kind.model_type).to_dict() | {"architectures": [name]}
+    (at / "config.json").write_text(json.dumps(real), encoding="utf-8")
+    given = {"max_model_len": 1024, "skip_tokenizer_init": True, "dtype": "bfloat16"}
+    in_this_process = mock.patch.object(registry, "_run_in_subprocess", lambda look: look())
+    with mock.patch.dict(os.environ, ENVIRONMENT), in_this_process:
+        config = EngineArgs(model=str(at), **given).create_engine_config()
+    heads = config.model_config.get_total_num_kv_heads()
+    spec = FullAttentionSpec(32, num_kv_heads=heads, head_size=32, dtype=torch.bfloat16)
+    table = SimpleNamespace(layer_names=["model.layers.0.attn"], kv_cache_spec=spec)
+    caches = SimpleNamespace(kv_cache_groups=[table])
+    asked = {f"is_{one}": lambda one=one: one == "cuda" for one in ("cpu", "cuda", "rocm", "xpu")}
+    gpu = SimpleNamespace(**asked, device_type="cuda")
+    memory = mock.patch("vua.vllm.support.machine_memory_nbytes", return_value=64 << 30)
+    with mock.patch("vllm.platforms.current_platform", gpu), memory:
+        door, why = door_of(config)
+        assert door == ("tier" if kind.why_tier else "connector"), why
+        assert kind.why_tier in why
+        if not kind.why_tier:
+            found = describe(config, caches, ConnectorConfig(shared_storage_path=str(at)))
+            assert len(found.identity.model) == 64
+
+
+def check_refused(kind: Kind, engine: dict[str, Any], root: Path) -> None:
+    """On a CPU vLLM does not run it, or VUA stores nothing: either says why."""
+    by_name = {"kv_connector": "VUA", "kv_connector_module_path": None}
+    transfer = by_name if kind.why_tier else {}
+    bare, served = run(Phase([WHOLE], engine), Phase([WHOLE], engine, root, transfer=transfer))
+
+    assert kind.cannot in (served.problem or served.log)
+    assert bare.tokens == served.tokens
+    assert (bare.problem is None) == (served.problem is None)
+    assert stored(root) == []
+
+
+HAS_AMX = "amx_tile" in Path("/proc/cpuinfo").read_text()
+BLOCK, LOADED = 32 if HAS_AMX else 16, 640
+DTYPE = "bfloat16" if HAS_AMX else "float32"
+"""With HAS_AMX vLLM's MLA takes no weights in float32, and no shorter blocks."""
+BATCH = Batch([PROMPT])
+
+
+class LatentBytesTest(EngineTest):
+    """MLA on a CPU, where vLLM's prefill and decode disagree: by bytes, not by tokens."""
+
+    def blocks(self, *, loaded: int) -> dict[str, list[str]]:
+        """Serve the prompt in a process of its own; the digests of its whole blocks."""
+        engine: dict[str, Any] = {"model": str(deepseek()), "block_size": BLOCK, "dtype": DTYPE}
+        extra = {"allow": ["inexact_continuation"]}
+        served = self.serve(BATCH, engine=engine, extra=extra, snapshots=True)
+        self.assertEqual([loaded], served.cached)
+        self.assertEqual(loaded, served.counts.get("tokens_loaded", 0))
+        (blocks,) = served.blocks
+        self.assertEqual(2, len(blocks))
+        return {name: digests[: LOADED // BLOCK] for name, digests in blocks.items()}
+
+    @pytest.mark.thorough
+    def test_latents(self) -> None:
+        """A warm process has the bytes of the cold one in every block it loaded.
+
+        Negative control: after one stored chunk was replaced, just its blocks differ.
+        """
+        cold = self.blocks(loaded=0)
+        for digests in cold.values():  # no two blocks are alike, none is empty
+            self.assertEqual(LOADED // BLOCK, len(set(digests)))
+
+        warm = self.blocks(loaded=LOADED)
+
+        self.assertEqual(cold, warm)
+
+        exchange_for_noise(self.root, PROMPT, [4])
+        other = self.blocks(loaded=LOADED)
+
+        changed = set(range(4 * CHUNK // BLOCK, 5 * CHUNK // BLOCK))
+        for name, digests in cold.items():
+            found = {n for n, one in enumerate(digests) if one != other[name][n]}
+            self.assertEqual(changed, found)
+
+
+HAS_AMX = "amx_tile" in Path("/proc/cpuinfo").read_text()
+BATCH = Batch([PROMPT])
+UNCACHED = "served without a stored KV cache"
+
+
+class UncachedModelsTest(EngineTest):
+    def check(self, engine: dict[str, Any], reason: str) -> None:
+        expected = self.baseline(BATCH, BATCH, engine=engine)
+
+        served = self.serve(BATCH, BATCH, engine=engine)
+
+        self.assertEqual(expected, served.tokens)
+        self.assertEqual([0, 0], served.cached)
+        self.assertEqual([], stored(self.root))
+        said = [line for line in served.log.splitlines() if UNCACHED in line]
+        self.assertEqual(1, len({line.split("] ", 1)[1] for line in said}), said)
+        self.assertIn(reason, said[0])
+
+    @unittest.skipIf(HAS_AMX, "with HAS_AMX vLLM has an MLA backend that continues prefixes")
+    @pytest.mark.thorough
+    def test_latent_attention(self) -> None:
+        """MLA on a CPU, where vLLM's reference backend cannot continue a prefix, goes without."""
+        self.check({"model": str(deepseek()), "block_size": 16}, "MLA backend")
+
+    @pytest.mark.thorough
+    def test_cache_of_another_dtype(self) -> None:
+        """A bfloat16 cache of a float32 model: vLLM on CPUs puts a block's bytes into others."""
+        self.check({"model": str(llama()), "kv_cache_dtype": "bfloat16"}, "mixes up blocks")

@@ -1,11 +1,8 @@
-"""What one engine stored no other one loads that would have computed other K and V.
-
-Each test runs two engines on one directory that differ in one thing. What the second one generates
-is compared with what it generates without VUA, and the first one runs again as a control: it loads.
-"""
+"""What one engine stored no other one loads that would have computed other K and V."""
 
 from __future__ import annotations
 
+import shutil
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -13,27 +10,34 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
-from e2e.adapters import ENGINE as WITH_ADAPTERS
-from e2e.adapters import strong_adapter
-from e2e.checkpoints import copied, edit, rewritten
+from e2e.checkpoints import IMAGE_TOKEN, copied, edit, rewritten
+from e2e.damage import CHUNK, chunk_files, exchange_for_noise, stored
 from e2e.harness import (
     PROMPT,
+    RESET,
+    RESET_ALL,
     SETTLE,
     Batch,
+    Call,
+    Change,
     EngineTest,
     Exchange,
     Phase,
+    Served,
     driver,
     llama,
     make_llava,
     models,
+    needs_vllm,
     run,
     tokens,
 )
-from e2e.pictures import IMAGE_TOKEN
+from e2e.kinds import ADAPTERS, strong_adapter
 
 pytestmark = [pytest.mark.vllm, pytest.mark.thorough]
+
 
 ASK = Batch([PROMPT])
 SEEING = {"skip_tokenizer_init": False}
@@ -101,11 +105,11 @@ class AdapterTest(IdentityTest):
         """An adapter is what the engine loaded, whatever has become of its files."""
         used, other = self.adapter("used", 1), self.adapter("other", 2)
         ask, more = (Batch([p], loras=[str(used)]) for p in (PROMPT, tokens(700, seed=9)))
-        alone = self.baseline(ask, more, engine=WITH_ADAPTERS)
+        alone = self.baseline(ask, more, engine=ADAPTERS)
 
-        replaced = self.serve(ask, Exchange(other, used), more, engine=WITH_ADAPTERS)
-        expected = run(Phase([more], engine=WITH_ADAPTERS))[0].tokens
-        after = self.serve(more, engine=WITH_ADAPTERS)
+        replaced = self.serve(ask, Exchange(other, used), more, engine=ADAPTERS)
+        expected = run(Phase([more], engine=ADAPTERS))[0].tokens
+        after = self.serve(more, engine=ADAPTERS)
 
         self.assertEqual(alone, replaced.tokens)
         self.assertNotEqual(expected, alone[1:])
@@ -114,9 +118,9 @@ class AdapterTest(IdentityTest):
     def test_other_modules(self) -> None:
         """An engine that applies an adapter to fewer modules computes other K and V."""
         ask = Batch([PROMPT], loras=[str(self.adapter("used", 1))])
-        fewer = {**WITH_ADAPTERS, "lora_target_modules": ["o_proj"]}
+        fewer = {**ADAPTERS, "lora_target_modules": ["o_proj"]}
 
-        self.assert_apart(self.phase(ask, engine=WITH_ADAPTERS), self.phase(ask, engine=fewer))
+        self.assert_apart(self.phase(ask, engine=ADAPTERS), self.phase(ask, engine=fewer))
 
 
 class PictureTest(IdentityTest):
@@ -211,3 +215,369 @@ class BatchInvariantTest(IdentityTest):
 def setUpModule() -> None:
     """Start the driver before the first test's clock runs."""
     driver()
+
+
+class LoraTest(EngineTest):
+    def setUp(self) -> None:
+        super().setUp()
+        self.paths = [str(strong_adapter(self.root.with_name(f"a{n}"), seed=n)) for n in (1, 2)]
+
+    def ask(self, *adapters: str | None) -> Batch:
+        """The same prompt with each of the adapters; None: without."""
+        return Batch([PROMPT] * len(adapters), loras=adapters)
+
+    def warm(self, *batches: Batch) -> Served:
+        return self.serve(*batches, engine=ADAPTERS)
+
+    def test_each_has_its_own(self) -> None:
+        """Requests with either adapter and without share nothing; each finds its own again."""
+        one, two = self.paths
+        in_turn = [self.ask(one), self.ask(two), self.ask(None)]
+        expected = self.fill(*in_turn, engine=ADAPTERS)
+        self.assertEqual(3, len(set(map(tuple, expected))))  # they do change the tokens
+        self.assertEqual(30, len(stored(self.root)))
+
+        # A request without adapter in one batch with others gets theirs in vLLM 0.32's CPU build,
+        # with or without a connector: so it comes by itself.
+        for batches in (in_turn, [self.ask(one, two), self.ask(None)]):
+            warm = self.warm(*batches)
+            self.assertEqual([expected, [640] * 3], [warm.tokens, warm.cached])
+            self.assertEqual(3 * 640, warm.counts["tokens_loaded"])
+        self.assertEqual(30, len(stored(self.root)))
+
+        plain = self.serve(Batch([PROMPT]))  # an engine that knows no adapters
+        self.assertEqual([expected[2:], [640]], [plain.tokens, plain.cached])
+
+    def test_beside_an_adapter(self) -> None:
+        """What vLLM's CPU build computes of a prompt beside another one's adapter is not stored.
+
+        It applies the adapter in the last slot to both. A prompt with an adapter is computed as it
+        is without others, and stored.
+        """
+        one, short = self.paths[0], tokens(20, seed=2)
+        engine = {**ADAPTERS, "max_loras": 1, "enable_prefix_caching": True}
+        engine["long_prefill_token_threshold"] = 96  # the short one comes in meanwhile
+        known, plain, adapted = Batch([short], loras=[one]), Batch([PROMPT]), self.ask(one)
+        beside = Batch([PROMPT, tokens(30, seed=3)], loras=[None, one], max_tokens=40)
+        reverse = Batch([PROMPT, tokens(30, seed=4)], loras=[one, None], max_tokens=40)
+        expected, alone = self.baseline(plain), self.baseline(adapted, engine=engine)
+
+        # the last one begins with blocks of the one before
+        mixed = self.serve(known, beside, plain, engine=engine)
+
+        self.assertNotEqual(expected, [mixed.tokens[1][:16]])
+        found = self.serve(plain)
+        self.assertEqual(expected, found.tokens)
+        self.assertGreater(640, found.cached[0])
+        self.serve(known, reverse, engine=engine)
+        found = self.serve(adapted, engine=engine)
+        self.assertEqual([alone, [640]], [found.tokens, found.cached])
+
+    def test_by_content(self) -> None:
+        """The same adapter elsewhere finds its chunks; other weights at the same path do not."""
+        one, _ = self.paths
+        expected = self.fill(self.ask(one), engine=ADAPTERS)
+
+        copy = strong_adapter(self.root.with_name("elsewhere"), seed=1)
+        moved = self.warm(self.ask(str(copy)))
+        strong_adapter(Path(one), seed=3)
+        changed = self.warm(self.ask(one))
+
+        self.assertEqual([expected, [640]], [moved.tokens, moved.cached])
+        self.assertEqual([0], changed.cached)
+        self.assertNotEqual(expected, changed.tokens)
+        self.assertEqual(20, len(stored(self.root)))
+
+    def test_loaded_anew_in_place(self) -> None:
+        """Under its number and name: the first one's chunks and blocks are left."""
+        one, two = self.paths
+        engine = {**ADAPTERS, "enable_prefix_caching": True}
+        old, new = (self.baseline(self.ask(path), engine=engine) for path in (one, two))
+        longer = Batch([PROMPT + PROMPT[:200]], loras=[one])
+        served = self.serve(
+            *(self.ask(one), Exchange(Path(two), Path(one)), Change("add", one)),
+            *(longer, RESET, self.ask(one), RESET, self.ask(one)),
+            engine=engine,
+        )
+        self.assertEqual(old, served.tokens[:1])
+        self.assertEqual(new * 2, served.tokens[2:])
+        self.assertEqual(0, served.cached[2])  # nothing of what began with the first one's blocks
+        self.assertEqual(640, served.cached[3])
+
+
+BATCH = Batch([PROMPT])
+
+
+def other_embedding(at: Path) -> Path:
+    """The usual model with its embedding's rows in another order."""
+    if not at.exists():
+        shutil.copytree(llama(), at)
+        weights = load_file(at / "model.safetensors")
+        name = "model.embed_tokens.weight"
+        weights[name] = weights[name].flip(0).contiguous()
+        save_file(weights, at / "model.safetensors", {"format": "pt"})
+    return at
+
+
+class ChangedWeightsTest(EngineTest):
+    def setUp(self) -> None:
+        super().setUp()
+        self.one = str(llama())
+        self.other = str(other_embedding(models() / "other-embedding"))
+        self.old, self.new = (self.baseline(BATCH, engine=self.of(m)) for m in self.models)
+        self.assertNotEqual(self.old, self.new)
+
+    @property
+    def models(self) -> tuple[str, str]:
+        return self.one, self.other
+
+    def of(self, model: str, **settings: Any) -> dict[str, Any]:
+        return {"model": model, **settings}
+
+    def serve_both(self, *steps: Batch | Call | Change, **settings: Any) -> list[Served]:
+        """Serve with changes; then by engines that start from the one and the other checkpoint."""
+        phases = [Phase(steps, self.of(self.one, **settings), self.root)]
+        phases += [Phase([BATCH], self.of(model), self.root) for model in self.models]
+        served = run(*phases)
+        self.assertEqual([None] * 3, [each.problem for each in served])
+        return served
+
+    def test_every_way(self) -> None:
+        """New weights begin an epoch by themselves: no engine gives tokens of the other ones.
+
+        By a function for the model or the worker, by vLLM's ``update_weights`` over a transport
+        that tests bring along, and by whoever holds a reference, without a call.
+        """
+        update = {"weight_transfer_config": "files"}
+        for how, settings in (("apply", {}), ("function", {}), ("update", update), ("behind", {})):
+            with self.subTest(how):
+                self.root = self.root.with_name(how)
+                steps = (BATCH, Change(how, self.other), *(RESET, BATCH) * 3)
+                changed, *after = self.serve_both(*steps, **settings)
+                self.assertEqual(self.old + 3 * self.new, changed.tokens)
+                self.assertEqual([self.old, self.new], [each.tokens for each in after])
+                self.assertIn("the weights have changed", changed.log)
+                self.assertEqual([[640], [0]], [each.cached for each in after])
+                self.assertEqual(640, changed.cached[-1])  # its own, of the new epoch
+
+    def test_sleep(self) -> None:
+        """K and V survive it; with other weights after it they do not count."""
+        slept, *after = self.serve_both(
+            *(BATCH, Change("sleep", ""), BATCH, Change("sleep", self.other)),
+            *(BATCH, RESET, BATCH, RESET, BATCH),
+        )
+        self.assertEqual([0, 640, 0], slept.cached[:3])
+        self.assertEqual(2 * self.old + 3 * self.new, slept.tokens)
+        self.assertEqual([self.old, self.new], [each.tokens for each in after])
+        self.assertEqual(640, slept.cached[-1])  # its own, of the new epoch
+        self.assertEqual([[640], [0]], [each.cached for each in after])
+
+    def test_reset_after_few_rows(self) -> None:
+        """A reset, as a pause brings one, after a write to some rows that nothing else tells of."""
+        few = models() / "last-rows"
+        if not few.exists():
+            shutil.copytree(llama(), few)
+            weights = load_file(few / "model.safetensors")
+            weights["model.embed_tokens.weight"][PROMPT[-8:]] *= -1
+            save_file(weights, few / "model.safetensors", {"format": "pt"})
+        new = self.baseline(BATCH, engine=self.of(str(few)))
+        self.assertNotEqual(self.old, new)
+        steps = [BATCH, RESET_ALL, BATCH, Change("behind", str(few)), RESET_ALL, BATCH]
+
+        changed, old, _ = self.serve_both(*steps, RESET, BATCH, RESET, BATCH)
+
+        self.assertEqual(2 * self.old + 3 * new, changed.tokens)
+        self.assertEqual([0, 640, 0], changed.cached[:3])
+        self.assertEqual(640, changed.cached[-1])  # its own, of the new epoch
+        self.assertEqual([self.old, [640]], [old.tokens, old.cached])
+
+    def test_blocks_of_before(self) -> None:
+        """Without a reset vLLM goes on with its own blocks of before: nothing of it is stored."""
+        longer = Batch([PROMPT + PROMPT[:200]])
+        reload = Call("reload_weights", {"weights_path": self.other})
+        changed, old, new = self.serve_both(
+            BATCH, reload, longer, RESET, longer, enable_prefix_caching=True
+        )
+        (right,) = self.baseline(longer, engine=self.of(self.other))
+        self.assertNotEqual(right, changed.tokens[1])  # vLLM's own, with or without VUA
+        self.assertEqual([right], changed.tokens[2:])
+        self.assertEqual([self.old, self.new], [old.tokens, new.tokens])
+        self.assertEqual(0, changed.cached[2])
+        self.assertLess(10, len(stored(self.root)))
+
+
+BATCH = Batch([PROMPT])
+ROUNDING = 1e-4
+"""Of the largest element: steps of other sizes add up in another order."""
+
+# Of the fields in `EXCLUDED` those that a CPU can run with another value.
+WHEN: dict[str, Any] = {
+    "async_scheduling": False,
+    "block_size": 64,
+    "enable_chunked_prefill": True,
+    "enable_prefix_caching": True,
+    "long_prefill_token_threshold": 100,
+    "max_model_len": 1024,
+    "max_num_batched_tokens": 256,
+    "max_num_seqs": 2,
+    "performance_mode": "throughput",
+    "prefix_caching_hash_algo": "sha256_cbor",
+    "scheduler_reserve_full_isl": False,
+    "scheduling_policy": "priority",
+    "speculative_config": {
+        "method": "ngram",
+        "num_speculative_tokens": 3,
+        "prompt_lookup_max": 4,
+        "prompt_lookup_min": 2,
+    },
+    "stream_interval": 3,
+}
+WHERE_AND_AFTER: dict[str, Any] = {
+    "allowed_local_media_path": "/",
+    "disable_hybrid_kv_cache_manager": True,
+    "disable_log_stats": False,
+    "enable_lora": True,
+    "generation_config": "vllm",
+    "kv_cache_memory_bytes": 48 << 20,
+    "load_format": "safetensors",
+    "logprobs_mode": "raw_logits",
+    "max_cpu_loras": 3,
+    "max_logprobs": 3,
+    "max_loras": 2,
+    "optimization_level": 0,
+    "override_generation_config": {"temperature": 0.7},
+    "safetensors_load_strategy": "eager",
+    "seed": 11,
+    "served_model_name": "another name",
+    "shutdown_timeout": 1,
+    "structured_outputs_config": {"enable_in_reasoning": True},
+    "use_tqdm_on_load": False,
+}
+COUNTED: dict[str, Any] = {"hf_overrides": {"rms_norm_eps": 1e-2}}
+
+
+def chunks(root: Path) -> dict[str, list[torch.Tensor]]:
+    """K and V of the prompt's chunks, by namespace and number."""
+    found = {}
+    for at in range(len(PROMPT) // CHUNK):
+        for path in chunk_files(root, PROMPT, at):
+            tensors = load_file(path)
+            place = f"{path.relative_to(root).parts[0]} {at}"
+            found[place] = [
+                tensors[key] for key in sorted(tensors) if tensors[key].is_floating_point()
+            ]
+    return found
+
+
+@needs_vllm
+class ExcludedFieldsTest(EngineTest):
+    def stores(self, name: str, **engine: Any) -> dict[str, list[torch.Tensor]]:
+        """What an engine of its own stores for the prompt."""
+        root = self.root.with_name(name)
+        self.serve(BATCH, SETTLE, engine=engine, root=root)
+        return chunks(root)
+
+    def distance(self, one: dict[str, Any], other: dict[str, Any]) -> float:
+        """The largest difference of an element, as a part of the largest element."""
+        pairs = [pair for at in one for pair in zip(one[at], other[at], strict=True)]
+        self.assertGreaterEqual(len(pairs), 2 * len(one))
+        return max(float((a - b).abs().max() / a.abs().max()) for a, b in pairs)
+
+    def test_other_values(self) -> None:
+        """The same chunks with the same K and V, whatever the excluded fields say."""
+        usual = self.stores("usual")
+        self.assertEqual(10, len(usual))
+        for name, fields in (("when", WHEN), ("where", WHERE_AND_AFTER)):
+            with self.subTest(name):
+                found = self.stores(name, **fields)
+                self.assertEqual(usual.keys(), found.keys())
+                self.assertLess(self.distance(usual, found), ROUNDING)
+
+        found = self.stores("counted", **COUNTED)
+        self.assertEqual(set(), usual.keys() & found.keys())
+        renamed = dict(zip(found, usual.values(), strict=True))  # both in the prompt's order
+        self.assertGreater(self.distance(found, renamed), 100 * ROUNDING)
+
+
+BEFORE = 128  # tokens in front of the picture
+LOOK = [*tokens(BEFORE, seed=2), IMAGE_TOKEN, *tokens(200, seed=3)]
+WHOLE = (len(LOOK) + 62) // 32 * 32
+"""What can be loaded of it, in blocks of 32: a picture has 64 tokens, and the last is computed."""
+ONE, TWO = (Batch([LOOK], images=[seed]) for seed in (1, 2))
+ALLOWED = {"allow": ["other_encoders"]}
+
+
+class EncodersTest(EngineTest):
+    def setUp(self) -> None:
+        """Have a model that sees, and encode two pictures in an engine that does nothing else."""
+        super().setUp()
+        self.model = {
+            "model": str(make_llava(models() / "llava-encoders")),
+            "skip_tokenizer_init": False,
+        }
+        self.encoded = made = models() / "encoded"
+        self.alone = self.baseline(ONE, TWO, engine=self.model)
+        self.assertNotEqual(*self.alone)
+        if not made.exists():
+            (encoder,) = run(Phase([ONE, TWO], engine=self.with_encoder("ec_producer")))
+            self.assertIsNone(encoder.problem)
+            self.assertEqual([[], []], encoder.tokens)
+        self.encoded = self.root.with_name("encoded")
+        shutil.copytree(made, self.encoded)
+        self.assertEqual(2, len(self.files()))
+        self.reader = self.with_encoder("ec_consumer")
+
+    def with_encoder(self, role: str) -> dict[str, Any]:
+        extra = {"shared_storage_path": str(self.encoded)}
+        transfer = {
+            "ec_connector": "ECExampleConnector",
+            "ec_role": role,
+            "ec_connector_extra_config": extra,
+        }
+        return {**self.model, "ec_transfer_config": transfer}
+
+    def files(self) -> list[Path]:
+        return sorted(self.encoded.glob("*/encoder_cache.safetensors"))
+
+    def test_the_other_process_encodes(self) -> None:
+        """An engine without VUA sees what lies in the directory: exchanged, the other picture."""
+        one, two = self.files()
+        aside = one.with_name("aside")
+        for source, target in ((one, aside), (two, one), (aside, two)):
+            shutil.move(source, target)
+        (exchanged,) = run(Phase([ONE, TWO], engine=self.reader))
+        self.assertEqual(self.alone[::-1], exchanged.tokens)
+
+    def test_restart(self) -> None:
+        """What one engine stored another one loads, also one that encodes for itself.
+
+        The loaded pictures need no embeddings. Another picture loads what is in front of it.
+        """
+        cold = self.serve(ONE, engine=self.reader, extra=ALLOWED)
+        self.assertEqual([self.alone[:1], [0]], [cold.tokens, cold.cached])
+        shutil.rmtree(self.encoded)
+        warm = self.serve(ONE, TWO, engine=self.reader, extra=ALLOWED)
+        itself = self.serve(ONE, engine=self.model)
+
+        self.assertGreater(WHOLE, BEFORE + 64)
+        self.assertEqual([self.alone, [WHOLE, BEFORE]], [warm.tokens, warm.cached])
+        self.assertEqual(WHOLE + BEFORE, warm.counts["tokens_loaded"])
+        self.assertEqual([self.alone[:1], [WHOLE]], [itself.tokens, itself.cached])
+        self.assertEqual(WHOLE, itself.counts["tokens_loaded"])
+
+    def test_negative_control(self) -> None:
+        """With noise in the place of what is in front of the picture other tokens come out."""
+        self.serve(ONE, engine=self.reader, extra=ALLOWED)
+        exchange_for_noise(self.root, LOOK[:BEFORE])
+        noisy = self.serve(ONE, engine=self.reader, extra=ALLOWED)
+
+        self.assertEqual(WHOLE, noisy.counts["tokens_loaded"])
+        self.assertNotEqual(self.alone[:1], noisy.tokens)
+
+    def test_not_allowed(self) -> None:
+        """Without the operator's word a prompt with a picture is computed, and the log says why."""
+        served = [self.serve(ONE, engine=self.reader) for _ in range(2)]
+
+        self.assertEqual([self.alone[:1]] * 2, [each.tokens for each in served])
+        self.assertEqual([[0], [0]], [each.cached for each in served])
+        self.assertIn("another process computes their embeddings", served[0].log)

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
+import numpy as np
 import pytest
 
-from e2e.architectures import gemma3, gemma3n, gpt_oss
-from e2e.damage import stored
+from e2e.damage import chunk_files, flip, stored
 from e2e.harness import (
     PROMPT,
     RESET,
+    SETTLE,
     Batch,
     Copied,
     EngineTest,
@@ -18,8 +19,10 @@ from e2e.harness import (
     shared,
     tokens,
 )
+from e2e.kinds import gemma3, gemma3n, gpt_oss
 
 pytestmark = pytest.mark.vllm
+
 
 TAIL = tokens(90, seed=2)
 
@@ -137,3 +140,135 @@ class SeparationTest(EngineTest):
         self.assertEqual([[0, 0], [0], [0]], [nothing.cached, once.cached, again.cached])
         self.assertEqual([640, 0], warm.cached)
         self.assertEqual(10, len(stored(self.root)))
+
+
+@pytest.mark.thorough
+@needs_windows  # vLLM 0.32 is the first with hints
+class HintsTest(EngineTest):
+    def test_hints(self) -> None:
+        """In a full directory stays what an orchestrator says goes on, also for the next engine.
+
+        Control: of the same prompts without hints the last used ones stay.
+        """
+        prompts = [tokens(700, seed=seed) for seed in range(20, 25)]
+        extra = {"limits": {"max_bytes": 28 * (68 << 10), "min_free_bytes": 0}}  # 28 chunks
+        retain = {"action_type": "kv.retain", "payload": {"ttl_seconds": 600}}
+        turns = [Batch([one]) for one in prompts]
+        expected = self.baseline(*turns)
+        for hints, kept in (((), 0), ((retain,), 640)):
+            with self.subTest(hints=hints):
+                self.setUp()
+                first = Batch([prompts[0]], hints=hints)
+                self.serve(
+                    first, SETTLE, *[x for turn in turns[1:] for x in (turn, SETTLE)], extra=extra
+                )
+                again = self.serve(*turns, extra=extra | {"limits": {}})
+                self.assertEqual(expected, again.tokens)
+                self.assertEqual(kept, again.cached[0], again.cached)
+
+
+@pytest.mark.thorough
+class EmbeddingsTest(EngineTest):
+    engine: ClassVar = {"enable_prompt_embeds": True}
+
+    def test_embeddings(self) -> None:
+        """A prompt of embeddings finds what was stored for the same ones, as far as they are.
+
+        Control: other embeddings, and tokens in their place, find nothing.
+        """
+        batch = Batch([PROMPT], embeddings=[[1]])
+        expected = self.fill(batch, engine=self.engine)
+        others = [
+            Batch([PROMPT], embeddings=[[2]]),
+            Batch([PROMPT], embeddings=[[1, 300]]),
+            Batch([[0] * len(PROMPT)]),
+        ]
+        for other, cached in ((batch, 640), *zip(others, (0, 256, 0), strict=True)):
+            served = self.serve(other, engine=self.engine)
+            self.assertEqual(self.baseline(other, engine=self.engine), served.tokens)
+            self.assertEqual(cached, served.counts.get("tokens_loaded", 0))
+        self.assertNotEqual(expected, self.baseline(others[0], engine=self.engine))
+
+
+@pytest.mark.thorough
+class PoolingTest(EngineTest):
+    def test_vectors(self) -> None:
+        """A model that gives vectors of prompts loads what it stored, and gives the same ones.
+
+        Control: another prompt has another vector.
+        """
+        engine = {"runner": "pooling", "convert": "embed", "skip_tokenizer_init": False}
+        batch = Batch([PROMPT, tokens(700, seed=2)], pooled=True)
+        expected = np.array(self.baseline(batch, engine=engine))
+        cold = self.serve(batch, engine=engine)
+        warm = self.serve(batch, engine=engine)
+
+        self.assertEqual(20, len(stored(self.root)))
+        for served in (cold, warm):
+            np.testing.assert_allclose(np.array(served.tokens), expected, atol=1e-5)
+        loaded = [each.counts.get("tokens_loaded", 0) for each in (cold, warm)]
+        self.assertEqual([0, 1280], loaded)
+        self.assertGreater(np.abs(expected[0] - expected[1]).max(), 1e-2)
+
+
+@pytest.mark.thorough
+class GeneratedTest(EngineTest):
+    def test_next_turn(self) -> None:
+        """The next turn of a conversation finds the answer that was generated, too."""
+        extra = {"save_generated": True}
+        first = Batch([PROMPT], max_tokens=200)
+        ((*answer,),) = self.fill(first, extra=extra)
+        self.assertEqual(14, len(stored(self.root)))
+        turn = Batch([PROMPT + answer + tokens(50, seed=4)])
+        expected = self.baseline(turn)
+
+        warm = self.serve(turn)
+
+        self.assertEqual(expected, warm.tokens)
+        self.assertEqual([896], warm.cached)
+
+
+BATCH = Batch([PROMPT, PROMPT[:192] + tokens(300, seed=3)])
+TP2: dict[str, Any] = {"engine": {"tensor_parallel_size": 2}}
+
+
+class TensorParallelTest(EngineTest):
+    @pytest.mark.thorough
+    def test_two_workers(self) -> None:
+        """Two workers write two files for each chunk; later they, or one worker, load them."""
+        expected = self.fill(BATCH, **TP2)
+        shards = {path.name for path in stored(self.root)}
+
+        self.assertEqual({"l0-2.h0-1.safetensors", "l0-2.h1-2.safetensors"}, shards)
+        self.assertEqual(28, len(stored(self.root)))
+
+        warm = self.serve(BATCH, **TP2)
+        single = self.serve(BATCH)
+
+        self.assertEqual([expected, self.baseline(BATCH)], [warm.tokens, single.tokens])
+        self.assertEqual([[640, 448], [640, 448]], [warm.cached, single.cached])
+        self.assertEqual({"chunks_loaded": 17, "tokens_loaded": 1088}, single.counts)
+        self.assertEqual(28, len(stored(self.root)))
+
+    @pytest.mark.thorough
+    def test_one_worker_then_two(self) -> None:
+        """What one worker stored two workers load, each its own heads, without storing it again."""
+        self.fill(BATCH)
+
+        warm = self.serve(BATCH, **TP2)
+
+        self.assertEqual(self.baseline(BATCH, **TP2), warm.tokens)
+        self.assertEqual([640, 448], warm.cached)
+
+    @pytest.mark.thorough
+    def test_one_damaged_shard(self) -> None:
+        """A chunk of which one worker's file is damaged is computed by both, and healed."""
+        expected = self.fill(BATCH, **TP2)
+        first, _ = sorted(chunk_files(self.root, PROMPT, 5))
+        flip(first)
+
+        damaged = self.serve(BATCH, **TP2)
+        healed = self.serve(BATCH)
+
+        self.assertEqual([expected, self.baseline(BATCH)], [damaged.tokens, healed.tokens])
+        self.assertEqual({"chunks_loaded": 17, "tokens_loaded": 1088}, healed.counts)

@@ -1,33 +1,43 @@
-"""`vua-vllm serve`, as a user starts it: vLLM's own server, restarted on the same directory."""
+"""vLLM's own servers: restarted, several, prefill apart from decode, replicas."""
 
 from __future__ import annotations
 
 import json
+import os
 import subprocess
+import sys
 import time
-from collections.abc import Sequence
+import unittest
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from importlib.util import module_from_spec, spec_from_file_location
 from statistics import median
 from typing import Any
 
 import pytest
 
 from commands import run_json, told
-from e2e.damage import stored
-from e2e.harness import PROMPT, Batch, llama, models, tokens
+from e2e.damage import exchange_for_noise, stored
+from e2e.harness import PROMPT, SOURCE, Batch, llama, models, tokens
 from e2e.serving import (
     ServerTest,
     command,
     complete,
     environment,
+    free_port,
+    kill,
     metric,
     scraped,
     starting,
     transfer,
+    wait_until_healthy,
 )
 from helpers import until
 from small_models import make_model
+from vua.storage.description import descriptions
 
 pytestmark = pytest.mark.vllm
+
 
 CHUNK_NBYTES = 2 * 2 * 2 * 32 * 4 * 64  # layers, K and V, heads, head size, float32, tokens
 SAVED = 'vua_seconds_saved{engine="0",model_name="tiny"}'
@@ -193,3 +203,111 @@ class ServeTest(ServerTest):
 
         self.assertEqual(2, done.returncode)
         self.assertIn("no key 'epochs'; the nearest is 'epoch'", done.stderr)
+
+
+PROXY = SOURCE.parent / "examples" / "disaggregated" / "proxy.py"
+ROLES = transfer(kv_role="kv_producer"), transfer(kv_role="kv_consumer")
+
+
+@contextmanager
+def proxy(prefill: str, decode: str) -> Iterator[str]:
+    port = free_port()
+    process = subprocess.Popen(
+        [
+            *(sys.executable, str(PROXY), "--port", str(port)),
+            *("--prefill", prefill, "--decode", decode, "--wait-s", "20"),
+        ],
+        env=dict(os.environ),
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,
+    )
+    try:
+        address = f"http://127.0.0.1:{port}"
+        if not wait_until_healthy(process, address):
+            raise AssertionError("no proxy")
+        yield address
+    finally:
+        kill(process)
+
+
+@pytest.mark.thorough
+@unittest.skipUnless(PROXY.exists(), "not in a checkout")
+class DisaggregatedTest(ServerTest):
+    def test_two_requests(self) -> None:
+        """What one computes and stores the other loads, of each prompt; with noise it shows."""
+        prompts = [PROMPT, PROMPT[::-1]]
+        with starting(self.root, *ROLES, forked=True) as ready:
+            expected = self.baseline(Batch(prompts[:1]), Batch(prompts[1:]))
+            prefill, decode = ready()
+            with proxy(prefill, decode) as address:
+                found = [complete(address, prompt) for prompt in prompts]
+            for at, prompt in enumerate(prompts, 1):
+                exchange_for_noise(self.root, prompt)
+                self.assertNotEqual(expected[at - 1], complete(decode, prompt))
+            loaded = [metric(one, "vua_loaded_tokens_total") for one in (prefill, decode)]
+            saved = metric(decode, "vua_chunks_saved_total")
+
+        self.assertEqual(expected, found)
+        self.assertEqual([0, 4 * 640, 0], [*loaded, saved])
+        self.assertEqual(20, len(stored(self.root)))
+
+
+@pytest.mark.thorough
+@unittest.skipUnless(PROXY.exists(), "not in a checkout")
+class ProxyTest(unittest.TestCase):
+    def setUp(self) -> None:
+        spec = spec_from_file_location("proxy", PROXY)
+        assert spec is not None
+        assert spec.loader is not None
+        self.proxy: Any = module_from_spec(spec)
+        spec.loader.exec_module(self.proxy)
+
+    def test_for_prefill(self) -> None:
+        """The prefill is asked for one token, whatever the client wanted of the answer."""
+        body = {"prompt": "p", "max_tokens": 9, "stream": True, "stream_options": {}, "n": 2}
+
+        self.assertEqual(
+            {"prompt": "p", "max_tokens": 1, "stream": False}, self.proxy.for_prefill(body)
+        )
+
+    def test_for_decode(self) -> None:
+        """The decode server is told to wait; what the client says itself stays."""
+        waits = {"prompt": "p", "kv_transfer_params": {"vua": {"wait_s": 5.0}}}
+        self.assertEqual(waits, self.proxy.for_decode({"prompt": "p"}, 5.0))
+        given = {"kv_transfer_params": {"x": 1, "vua": {"wait_s": 0, "pin": True}}}
+        self.assertEqual(given, self.proxy.for_decode(given, 5.0))
+
+
+REPLICAS = ["--data-parallel-size", "2", "--api-server-count", "1", *transfer()]
+"""Forks of several API servers would have no metrics: those are collected as new processes."""
+OTHER = PROMPT[::-1]
+UNTIL_STORED = {"vua": {"wait_s": 20}}
+
+
+@pytest.mark.thorough
+class ReplicasTest(ServerTest):
+    def test_two_replicas(self) -> None:
+        """Each replica loads what the other one stored: the same tokens, and others of noise."""
+        with starting(self.root, REPLICAS, forked=True) as ready:
+            expected = self.baseline(Batch([PROMPT]), Batch([OTHER]))
+            (address,) = ready()
+            for at, (prompt, first, second) in enumerate(((PROMPT, 0, 1), (OTHER, 1, 0))):
+                found = [
+                    complete(address, prompt, replica=first),
+                    complete(address, prompt, replica=second, kv_transfer_params=UNTIL_STORED),
+                ]
+                self.assertEqual([expected[at]] * 2, found)
+            self.assertEqual([640, 640], self.loaded(address))
+            exchange_for_noise(self.root, OTHER)
+            noise = [complete(address, OTHER, replica=one) for one in (0, 1)]
+            self.assertEqual([1280, 1280], self.loaded(address))
+
+        self.assertEqual([noise[0]] * 2, noise)
+        self.assertNotEqual(expected[1], noise[0])
+        self.assertEqual(1, len(list(descriptions(self.root))))
+        self.assertEqual(20, len(stored(self.root)))
+
+    def loaded(self, address: str) -> list[float]:
+        series = scraped(address)
+        labels = (f'engine="{one}",model_name="tiny"' for one in (0, 1))
+        return [series[f"vua_loaded_tokens_total{{{each}}}"] for each in labels]

@@ -1,22 +1,31 @@
-"""A real SGLang server: what it stores comes back after a restart, and from other engines."""
+"""SGLang: restarts, other engines, damage, sliding windows, what its namespaces count."""
 
 from __future__ import annotations
 
 import json
+import random
 import shutil
 import tempfile
 import unittest
 from pathlib import Path
 from typing import Any, ClassVar
+from uuid import NAMESPACE_URL, uuid5
 
 import pytest
 
-from e2e.by_transformers import generate
+from e2e.checkpoints import SIZES, copied, edit, generate, scaled
 from e2e.damage import CHUNK, chunk_files, flip, stored, vanish
-from e2e.harness import Batch, Phase, Served, llama, run, tokens
-from e2e.sglang_server import Answer, Server, extra_config, needs_sglang, wait_until
-
-pytestmark = [pytest.mark.vllm]
+from e2e.harness import Batch, Phase, Served, llama, make, models, run, tokens
+from e2e.kinds import strong_adapter
+from e2e.sglang_server import (
+    Answer,
+    Schedulers,
+    Server,
+    extra_config,
+    needs_sglang,
+    scheduler_arguments,
+    wait_until,
+)
 
 OURS = "VUAHiCacheStorage"
 NEW = 6
@@ -39,6 +48,7 @@ def by_vllm(root: Path, prompts: list[list[int]], new: int) -> Served:
     return served
 
 
+@pytest.mark.vllm
 @needs_sglang
 class SGLangTest(unittest.TestCase):
     server: ClassVar[Server]
@@ -154,7 +164,7 @@ class SGLangTest(unittest.TestCase):
         self.addCleanup(shutil.rmtree, root, ignore_errors=True)
         extra = extra_config(
             root,
-            module_path="e2e.sglang_trouble",
+            module_path="e2e.sglang_hooks",
             class_name="TroubledStorage",
             timeouts={"io_s": 2.0, "lookup_s": 60.0},
         )
@@ -210,3 +220,261 @@ class SGLangTest(unittest.TestCase):
         lines = self.server.call("GET", "/metrics").splitlines()
         found = [line for line in lines if line.startswith((f"{name} ", f"{name}{{"))]
         return sum(float(line.rpartition(" ")[2]) for line in found)
+
+
+WINDOW = 2  # chunks
+LONG = 7
+WHOLE = LONG * CHUNK
+REST = 30
+MORE = 8
+
+
+def mellum() -> Path:
+    """A random model with two layers that have a sliding window, and one that has none."""
+    settings = {
+        "num_hidden_layers": 3,
+        "layer_types": ["sliding_attention", "sliding_attention", "full_attention"],
+        "mlp_layer_types": ["dense"] * 3,
+        "num_key_value_heads": 2,
+        "head_dim": 32,
+        "sliding_window": WINDOW * CHUNK,
+    }
+    return make(models() / "mellum", "mellum", **SIZES | settings)
+
+
+def long_prompt(seed: int) -> list[int]:
+    return random.Random(seed).choices(range(5, 500), k=WHOLE + REST)
+
+
+@pytest.mark.thorough
+@needs_sglang
+class WindowsTest(unittest.TestCase):
+    sglang: ClassVar[Schedulers]
+    root: ClassVar[Path]
+    model: ClassVar[Path]
+
+    @classmethod
+    def setUpClass(cls) -> None:
+        """One directory for all tests, each with prompts of its own."""
+        cls.root = Path(tempfile.mkdtemp(prefix="vua-test-"))
+        cls.addClassCleanup(shutil.rmtree, cls.root, ignore_errors=True)
+        cls.model, cls.sglang = mellum(), Schedulers()
+        cls.addClassCleanup(cls.sglang.close)
+
+    def ask(self, *prompts: list[int]) -> list[dict[str, Any]]:
+        """What a fresh server answers to prompts; what it computes is stored before the next."""
+        steps = [{"ask": ids, "new": MORE} for ids in prompts]
+        return self.sglang.run(scheduler_arguments(self.model, self.root), *steps)
+
+    def window(self, ids: list[int], at: int) -> list[Path]:
+        """The files of a chunk's layers with a sliding window."""
+        name = f"w{WINDOW * CHUNK}."
+        return [file for file in chunk_files(self.root, ids, at) if file.name.startswith(name)]
+
+    def test_loaded(self) -> None:
+        """A prompt comes back with its window; its end behind another one goes on otherwise."""
+        ids = long_prompt(1)
+        cold, warm = self.ask(ids, ids)
+        self.assertEqual([0, WHOLE], [cold["stored"], warm["stored"]])
+        windows = [bool(self.window(ids, at)) for at in range(LONG)]
+        self.assertTrue(all(windows[-WINDOW:]), windows)
+        again, other = self.ask(ids, [*long_prompt(2)[:-REST], *ids[-REST:]])
+        self.assertEqual([WHOLE, 0], [again["stored"], other["stored"]])
+        self.assertEqual([cold["tokens"]] * 2, [warm["tokens"], again["tokens"]])
+        self.assertNotEqual(cold["tokens"], other["tokens"])
+
+    def test_longer(self) -> None:
+        """A prompt that goes on behind another one loads it; both ends are there from then on."""
+        ids = long_prompt(3)
+        longer = [*ids[:-REST], *long_prompt(4)]
+        answers = self.ask(ids, longer, longer, ids)
+        self.assertEqual([0, WHOLE, 2 * WHOLE, WHOLE], [one["stored"] for one in answers])
+        self.assertEqual(answers[1]["tokens"], answers[2]["tokens"])
+        self.assertEqual(answers[0]["tokens"], answers[3]["tokens"])
+
+    def test_transformers(self) -> None:
+        """Transformers loads what SGLang stored.
+
+        It compares the last chunk, for which it needs the window before that one.
+        """
+        ids = long_prompt(6)
+        cold, _ = self.ask(ids, ids[:-CHUNK])
+        loaded, tokens = generate(self.model, self.root, ids, new=MORE)
+        self.assertEqual((WHOLE, cold["tokens"]), (loaded, tokens))
+
+    def test_harm(self) -> None:
+        """Without a whole window nothing behind it is loaded; it is stored again."""
+        ids = long_prompt(7)
+        [cold] = self.ask(ids)
+        for harm in (flip, Path.unlink):
+            with self.subTest(harm.__name__):
+                for at in range(LONG):
+                    for file in self.window(ids, at):
+                        harm(file)
+                answers = self.ask(ids, ids)
+                self.assertEqual([0, WHOLE], [one["stored"] for one in answers])
+                self.assertEqual([cold["tokens"]] * 2, [one["tokens"] for one in answers])
+
+
+CHUNKS = 5
+PROMPT = tokens(CHUNKS * CHUNK + 5, seed=1)
+MORE = 8
+ASK = {"ask": PROMPT, "new": MORE}
+
+
+def hooks(factor: float) -> list[dict[str, Any]]:
+    """The argument of a server whose first layer's MLP returns other values."""
+    return [
+        {
+            "name": "scaled",
+            "target_modules": ["model.layers.0.mlp"],
+            "hook_factory": "e2e.sglang_hooks:scaled",
+            "config": {"factor": factor},
+        }
+    ]
+
+
+@pytest.mark.thorough
+@needs_sglang
+class IdentityTest(unittest.TestCase):
+    sglang: ClassVar[Schedulers]
+    root: ClassVar[Path]
+    tokens: ClassVar[list[int]]
+    """What a plain server says to the prompt."""
+    namespace: ClassVar[str]
+    """Where it has stored it."""
+
+    @classmethod
+    def setUpClass(cls) -> None:
+        """A plain server stores the prompt in the directory for all."""
+        cls.root = Path(tempfile.mkdtemp(prefix="vua-test-")) / "kv"
+        cls.addClassCleanup(shutil.rmtree, cls.root.parent, ignore_errors=True)
+        cls.sglang = Schedulers()
+        cls.addClassCleanup(cls.sglang.close)
+        [answer] = cls.serve(ASK)
+        cls.tokens = answer["tokens"]
+        cls.namespace = stored(cls.root)[0].relative_to(cls.root).parts[0]
+
+    @classmethod
+    def serve(
+        cls,
+        *steps: dict[str, Any],
+        model: Path | None = None,
+        variables: dict[str, str] | None = None,
+        root: Path | None = None,
+        change: str = "",
+        **arguments: Any,
+    ) -> list[dict[str, Any]]:
+        """What a server on a directory, by default that for all, answers."""
+        given = scheduler_arguments(model or llama(), root or cls.root, **arguments)
+        return cls.sglang.run(given, *steps, change=change, **(variables or {}))
+
+    def files(self) -> list[Path]:
+        """What is stored where the plain server stores."""
+        return [one for one in stored(self.root) if self.namespace in one.parts]
+
+    def assert_own(self, **server: Any) -> list[int]:
+        """A server that computes something else: nothing is loaded, nothing stored as plain."""
+        before = self.files()
+        first, again = self.serve(ASK, ASK, **server)
+        self.assertEqual(0, first["stored"])
+        self.assertNotEqual(self.tokens, first["tokens"])
+        self.assertEqual(before, self.files())
+        self.assertEqual((CHUNKS * CHUNK, first["tokens"]), (again["stored"], again["tokens"]))
+        return list(first["tokens"])
+
+    def test_restart(self) -> None:
+        """A server like the one before loads from its first request on, whatever it logs."""
+        [answer] = self.serve(
+            ASK,
+            variables={"SGLANG_LOG_MS": "1"},
+            log_level="warning",
+            random_seed=7,
+        )
+        self.assertEqual((CHUNKS * CHUNK, self.tokens), (answer["stored"], answer["tokens"]))
+
+    def test_another_setup(self) -> None:
+        """What another setup stored is loaded once one prompt was compared; a restart knows it."""
+        for expected in ((0, CHUNKS * CHUNK), (CHUNKS * CHUNK,) * 2):
+            said = self.serve(ASK, ASK, chunked_prefill_size=128)
+            self.assertEqual(expected, tuple(answer["stored"] for answer in said))
+            self.assertEqual([self.tokens] * 2, [answer["tokens"] for answer in said])
+
+    def test_changes(self) -> None:
+        """No change of an engine's code gets into a clean server's answers, nor the other way."""
+        for change in ("attention", "pool", "linear", "registered", "edited"):
+            with self.subTest(change), tempfile.TemporaryDirectory(prefix="vua-test-") as root:
+                [alone] = self.serve(ASK, root=Path(root), change=change)
+                self.assertNotEqual(self.tokens, alone["tokens"])
+                clean = self.serve(ASK, ASK, root=Path(root))
+                self.assertEqual([self.tokens] * 2, [answer["tokens"] for answer in clean])
+                changed = self.serve(ASK, ASK, change=change)
+                self.assertEqual([alone["tokens"]] * 2, [answer["tokens"] for answer in changed])
+        self.test_restart()
+
+    def test_hooks(self) -> None:
+        """A server with a hook has a namespace of its own, and one with another hook another."""
+        one, other = (self.assert_own(forward_hooks=hooks(factor)) for factor in (0.5, 0.3))
+        self.assertNotEqual(one, other)
+
+    def test_package(self) -> None:
+        """So does one whose model class is somebody's."""
+        self.assert_own(variables={"SGLANG_EXTERNAL_MODEL_PACKAGE": "e2e.sglang_models"})
+
+    def test_config_file(self) -> None:
+        """So does one with its configuration in another file, by that file's content."""
+        model = copied(llama(), self.root.parent / "decrypted")
+        other = model / "decrypted.json"
+        seen = []
+        for epsilon in (0.5, 0.9):
+            shutil.copy(model / "config.json", other)
+            edit(other, rms_norm_eps=epsilon)
+            seen.append(self.assert_own(decrypted_config_file=other.name, model=model))
+        self.assertNotEqual(*seen)
+
+    def test_updates(self) -> None:
+        """After an update nothing is loaded or stored, not even when the weights are back."""
+        other = copied(llama(), self.root.parent / "other")
+        scaled(llama(), other, "layers.0.mlp.up_proj.weight")
+        before = stored(self.root)
+        steps = [{"update": str(other)}, ASK, ASK, {"update": str(llama())}, ASK, ASK]
+        said = self.serve(*steps)
+        self.assertEqual([True] * 2, [answer["done"] for answer in said[::3]])
+        answers = [answer for answer in said if "tokens" in answer]
+        self.assertEqual([0] * 4, [answer["stored"] for answer in answers])
+        self.assertNotEqual(self.tokens, answers[0]["tokens"])
+        self.assertEqual(self.tokens, answers[-1]["tokens"])
+        self.assertEqual(before, stored(self.root))
+
+    def test_adapters(self) -> None:
+        """An adapter's pages come back to it after a restart, not to another one at its place."""
+        place, root, said = self.root.parent / "one", self.root.parent / "adapters", []
+        for seed in (1, 1, 2):
+            lora = {"lora_paths": [f"one={strong_adapter(place, seed)}"]}
+            lora["lora_backend"] = "torch_native"
+            said.append(self.serve(ASK, {**ASK, "lora": "one"}, root=root, **lora))
+        plain, adapted = (list(answers) for answers in zip(*said, strict=True))
+        for answers in (plain, adapted):
+            self.assertEqual([0, CHUNKS * CHUNK, 0], [answer["stored"] for answer in answers])
+        self.assertEqual([self.tokens] * 3, [answer["tokens"] for answer in plain])
+        first, again, other = (answer["tokens"] for answer in adapted)
+        self.assertEqual(first, again)
+        self.assertNotIn(first, (self.tokens, other))
+
+    def test_an_adapters_id(self) -> None:
+        """A prompt whose extra key is an adapter's id is computed by the model itself."""
+        place = strong_adapter(self.root.parent / "adapter", seed=1)
+        guess = uuid5(NAMESPACE_URL, f"one\0{place}").hex
+        adapted, guessed, found, own = self.serve(
+            {**ASK, "lora": "one"},
+            {**ASK, "extra_key": guess},
+            {**ASK, "lora": "one"},
+            ASK,
+            lora_paths=[f"one={place}"],
+            lora_backend="torch_native",
+        )
+        self.assertNotEqual(self.tokens, adapted["tokens"])
+        self.assertEqual((0, self.tokens), (guessed["stored"], guessed["tokens"]))
+        self.assertEqual((0, self.tokens), (own["stored"], own["tokens"]))
+        self.assertEqual(CHUNKS * CHUNK, found["stored"])
+        self.assertEqual(adapted["tokens"], found["tokens"])

@@ -9,10 +9,8 @@ from typing import Any
 
 import pytest
 
-from e2e import architectures
-from e2e.adapters import ENGINE as ADAPTERS
-from e2e.adapters import strong_adapter
-from e2e.checkpoints import with_biases
+from e2e import kinds
+from e2e.checkpoints import IMAGE_TOKEN, with_biases
 from e2e.damage import flip, stored
 from e2e.harness import (
     PROMPT,
@@ -34,7 +32,6 @@ from e2e.harness import (
     tier_at,
 )
 from e2e.harness import tokens as random_tokens
-from e2e.pictures import IMAGE_TOKEN
 from small_models import make_model
 
 pytestmark = [pytest.mark.vllm, pytest.mark.thorough]
@@ -76,7 +73,7 @@ class TierTest(EngineTest):
         """The configuration names VUA alone: with memory for offloading, or a model with states."""
         for given, said in (
             ({"kv_offloading_size": 1 / 16}, "0.1 GiB of the host's memory: --kv-offloading-size"),
-            ({"model": str(architectures.lfm2())}, "GiB of the host's memory: layers with states"),
+            ({"model": str(kinds.lfm2())}, "GiB of the host's memory: layers with states"),
         ):
             engine = {"enable_prefix_caching": True, **given}
             cold, warm = (self.serve(BATCH, engine=engine, transfer=BY_NAME) for _ in range(2))
@@ -86,7 +83,7 @@ class TierTest(EngineTest):
 
     def test_states_without_blocks(self) -> None:
         """Without prefix caching vLLM keeps no states at blocks' ends: served uncached."""
-        engine = {"model": str(architectures.lfm2()), "enable_prefix_caching": False}
+        engine = {"model": str(kinds.lfm2()), "enable_prefix_caching": False}
         served = self.serve(BATCH, engine=engine, transfer=BY_NAME)
 
         self.assertEqual(([0], []), (served.cached, stored(self.root)))
@@ -112,12 +109,12 @@ class TierTest(EngineTest):
 
     def test_adapters(self) -> None:
         """Named by vLLM's name and by content: at the same place another one finds nothing."""
-        one, two = (str(strong_adapter(self.root.with_name(f"a{n}"), seed=n)) for n in (1, 2))
+        one, two = (str(kinds.strong_adapter(self.root.with_name(f"a{n}"), seed=n)) for n in (1, 2))
         in_turn = [Batch([PROMPT], loras=[path], max_tokens=12) for path in (one, two)]
-        cold = self.tier(*in_turn, engine=ADAPTERS)
-        warm = self.tier(*reversed(in_turn), engine=ADAPTERS)
-        strong_adapter(Path(one), seed=3)
-        other = self.tier(in_turn[0], engine=ADAPTERS)
+        cold = self.tier(*in_turn, engine=kinds.ADAPTERS)
+        warm = self.tier(*reversed(in_turn), engine=kinds.ADAPTERS)
+        kinds.strong_adapter(Path(one), seed=3)
+        other = self.tier(in_turn[0], engine=kinds.ADAPTERS)
 
         self.assertEqual([0, 0], cold.cached)
         self.assertEqual(cold.tokens, warm.tokens[::-1])
@@ -150,7 +147,7 @@ class TierTest(EngineTest):
 
     def test_where_prompts_part(self) -> None:
         """Prompts with one system prompt: from the second on it is loaded."""
-        for model, least in ((architectures.gpt_oss(), 896), (architectures.lfm2(), 512)):
+        for model, least in ((kinds.gpt_oss(), 896), (kinds.lfm2(), 512)):
             self.setUp()
             steps = [step for one in shared(3) for step in (Batch([one]), SETTLE, RESET_ALL)]
             served = self.tier(*steps, engine={"model": str(model)})

@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 
+from e2e.checkpoints import IMAGE_TOKEN, make_adapter, make_variant
 from e2e.harness import (
     PROMPT,
     SETTLE,
@@ -25,8 +26,6 @@ from e2e.harness import (
     run,
     tokens,
 )
-from e2e.pictures import IMAGE_TOKEN
-from e2e.variants import make_adapter, make_variant
 from small_models import make_model
 from vua.weights.fingerprint import write_note
 

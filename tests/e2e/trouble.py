@@ -1,4 +1,4 @@
-"""What can go wrong with the directory while an engine runs. Entered in the engine's process."""
+"""What happens within an engine's process: trouble, changes of weights, digests of blocks."""
 
 from __future__ import annotations
 
@@ -6,11 +6,15 @@ import hashlib
 import pkgutil
 import secrets
 import threading
-from collections.abc import Iterator
+import zlib
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import torch
 from packaging.version import Version
 
 
@@ -149,3 +153,155 @@ def _preemptions(every: int) -> Iterator[None]:
 
     with mock.patch.object(Scheduler, "schedule", interrupted):
         yield
+
+
+def adapter(path: str | None) -> Any:
+    """What vLLM asks for the LoRA adapter in a directory by."""
+    from vllm.lora.request import LoRARequest
+
+    return path and LoRARequest(Path(path).name, 1 + zlib.crc32(path.encode()), path)
+
+
+def change_memory(llm: Any, how: str, source: str) -> None:
+    """Change something.
+
+    Args:
+        llm: the engine.
+        how: a name of `_WAYS`.
+        source: the directory of a checkpoint or adapter with other content.
+    """
+    _WAYS[how](llm, Path(source))
+
+
+def _apply(llm: Any, source: Path) -> None:
+    llm.apply_model(lambda model: write(model, source))
+
+
+def _function(llm: Any, source: Path) -> None:
+    """A function for the worker, which writes past PyTorch's counters."""
+    llm.collective_rpc(lambda worker: write(worker.model_runner.model, source))
+
+
+def _update(llm: Any, source: Path) -> None:
+    """A session of vLLM's weight updates, as trainers of reinforcement learning begin them."""
+    llm.init_weight_transfer_engine({"init_info": {}})
+    llm.start_weight_update()
+    llm.update_weights({"update_info": {"source": str(source)}})
+    llm.finish_weight_update()
+
+
+def _sleep(llm: Any, source: Path) -> None:
+    """A sleep, during which a trainer may bring other weights. vLLM keeps them in place on CPUs."""
+    llm.sleep(level=1)
+    if source.name:
+        _, _, (model,), _ = llm.llm_engine._finalizer.peek()
+        write(model(), source)
+    llm.wake_up()
+
+
+def _behind(llm: Any, source: Path) -> None:
+    """Somebody who has had a reference to the model all the time: the engine itself has one."""
+    _, _, (model,), _ = llm.llm_engine._finalizer.peek()
+    write(model(), source)
+
+
+def write(model: Any, source: Path) -> None:
+    """Write another embedding over a model's, past PyTorch's counters.
+
+    On CPUs vLLM keeps the weights of linear layers packed, outside of all parameters.
+    """
+    from safetensors.torch import load_file
+
+    name = "model.embed_tokens.weight"
+    model.get_parameter(name).data.copy_(load_file(source / "model.safetensors")[name])
+
+
+def _add(llm: Any, source: Path) -> None:
+    """Load an adapter under the number and name that its directory has, anew if it is there."""
+    request = adapter(str(source))
+    request.load_inplace = True
+    llm.llm_engine.add_lora(request)
+
+
+_WAYS: dict[str, Callable[..., None]] = {
+    "apply": _apply,
+    "function": _function,
+    "update": _update,
+    "behind": _behind,
+    "sleep": _sleep,
+    "add": _add,
+}
+
+
+@contextmanager
+def snapshots(taken: list[dict[str, list[str]]] | None) -> Iterator[None]:
+    """When a request ends, add the digests of its blocks' bytes: per layer, block after block.
+
+    Straight from vLLM's own tensors, by its own block table; nothing of VUA is in between.
+    """
+    if taken is None:
+        yield
+        return
+    from vua.vllm.kv_connector_v1 import VUAStorageConnector_V1 as Connector
+
+    register, finished = Connector.register_kv_caches, Connector.request_finished_all_groups
+    caches: dict[str, torch.Tensor] = {}
+
+    def registered(self: Any, kv_caches: dict[str, torch.Tensor]) -> None:
+        caches.update(kv_caches)
+        register(self, kv_caches)
+
+    def ended(self: Any, request: Any, block_ids: tuple[list[int], ...]) -> Any:
+        digests = {}
+        for group, table in zip(self._kv_cache_config.kv_cache_groups, block_ids, strict=True):
+            for name in group.layer_names:
+                digests[name] = [digest(caches[name][block]) for block in table]
+        assert taken is not None
+        taken.append(digests)
+        return finished(self, request, block_ids)
+
+    with (
+        mock.patch.object(Connector, "register_kv_caches", registered),
+        mock.patch.object(Connector, "request_finished_all_groups", ended),
+    ):
+        yield
+
+
+def digest(block: torch.Tensor) -> str:
+    return hashlib.sha256(block.contiguous().view(torch.uint8).numpy().tobytes()).hexdigest()
+
+
+def weight_transfer(backend: str) -> Any:
+    """Make a transport of weights known to vLLM as ``backend``; return the setting for it.
+
+    What a trainer computed comes from files: vLLM's own transports (NCCL, CUDA IPC) need GPUs. Its
+    sessions and calls are the same with this one.
+    """
+    from vllm.config.weight_transfer import WeightTransferConfig
+    from vllm.distributed.weight_transfer import WeightTransferEngine, WeightTransferEngineFactory
+    from vllm.distributed.weight_transfer.base import (
+        WeightTransferInitInfo,
+        WeightTransferUpdateInfo,
+    )
+
+    @dataclass
+    class Update(WeightTransferUpdateInfo):
+        source: str
+
+    class FileTransfer(WeightTransferEngine[WeightTransferInitInfo, Update]):
+        init_info_cls, update_info_cls = WeightTransferInitInfo, Update
+
+        def nothing(self, *_: Any) -> None:
+            """Files need no connection, and weights are written in place."""
+
+        init_transfer_engine = start_weight_update = finish_weight_update = shutdown = nothing
+
+        def update_weights(self, update_info: dict[str, Any]) -> None:
+            """Load at once; the base class waits for an accelerator, and there is none."""
+            self.receive_weights(self.parse_update_info(update_info))
+
+        def receive_weights(self, update_info: Update) -> None:
+            write(self.model, Path(update_info.source))
+
+    WeightTransferEngineFactory.register_engine(backend, FileTransfer)
+    return WeightTransferConfig(backend=backend)

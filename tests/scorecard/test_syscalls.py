@@ -1,29 +1,46 @@
-"""Every system call of every operation on a directory is the last one, or fails."""
+"""Every system call of every operation is the last one, or fails; many processes at once."""
 
 from __future__ import annotations
 
 import gc
+import json
+import mmap
 import os
 import random
+import signal
+import time
+import traceback
 import unittest
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable
+from contextlib import ExitStack
 from itertools import islice, zip_longest
 from pathlib import Path
 from unittest import mock
 
 import pytest
 
-from helpers import DirectoryTest
-from scorecard.faults import syscalls
-from scorecard.faults.operations import Operation, operations
-from scorecard.faults.syscalls import calls_of, run_tampered
-from scorecard.faults.world import World, WrongBytesError, layout_of
+from helpers import DirectoryTest, in_child
+from scorecard.world import (
+    ROOMY,
+    Operation,
+    World,
+    WrongBytesError,
+    calls_of,
+    layout_of,
+    operations,
+    run_tampered,
+    why_not,
+)
+from vua.capacity import evictor, reclaim, scan
+from vua.capacity.limits import Limits
 from vua.capacity.lru import mtime_ns_of
+from vua.errors import StorageError
 from vua.io import posix
 from vua.storage.base import entry_name
 from vua.storage.local import LocalStorage
 from vua.storage.names import TEMPORARY
+from vua.store.store import Store
 
 NBYTES = 16 << 10
 CASES = 16 * int(os.environ.get("VUA_TEST_SCALE", "1"))
@@ -36,7 +53,7 @@ FAILING = {
 }
 GONE = "statx,newfstatat,fstat:error=ESTALE"  # from one call on: one way to ask is like another
 LYING = {"pwritev": 4096, "preadv": 4096, "read": 100}  # moves nothing, claims so many bytes
-WHY_NOT = syscalls.why_not()
+WHY_NOT = why_not()
 
 
 @unittest.skipIf(WHY_NOT, WHY_NOT or "")
@@ -195,3 +212,132 @@ class TestWhoHoldsTheInterpreter(DirectoryTest):
         self.assertEqual([3, 3, 3], [world.get(number, store) for number in world.prompts])
         self.assertFalse(store.shards("0" * 64))
         self.assertTrue(store.shards(world.keys[0][0].name))
+
+
+SCALE = int(os.environ.get("VUA_TEST_SCALE", "1"))
+SECONDS = 2.0 * SCALE
+CROWD = min(2 * SCALE, 8)
+"""So many write, and as many read."""
+KEYS = 1000
+NBYTES = 8192
+PATIENCE_S = 60.0
+"""On a busy machine so much longer, until each has had turns."""
+TURNS = 20
+MOST = KEYS // 4 * (NBYTES + 4096)
+
+
+def world_of(root: Path, bounds: Limits) -> World:
+    return World(root, layout_of(NBYTES), prompts=2 * KEYS, chunks=1, bounds=bounds)
+
+
+class Worker:
+    def __init__(self, world: World, stored: mmap.mmap, number: int) -> None:
+        self.world, self.stored, self.counts = world, stored, Counter[str]()
+        self.chance = random.Random(number)
+
+    def run(self, role: str, until_s: float) -> None:
+        """Work until then; who writes or reads at least for some turns."""
+        turns, store = 0, self.world.writer()
+        while time.monotonic() < until_s or (turns < TURNS and role != "sweep"):
+            if time.monotonic() > until_s + PATIENCE_S:
+                break
+            turns += 1
+            try:
+                getattr(self, role)(store, self.chance.randrange(KEYS))
+            except WrongBytesError:
+                self.counts["wrong"] += 1
+        store.close()
+
+    def write(self, store: Store, key: int) -> None:
+        """Put a prompt. One that is refused is not stored, which is no fault."""
+        try:
+            if self.world.put(2 * key, store):
+                self.stored[key] = 1
+                self.counts["stored"] += 1
+        except StorageError:
+            self.counts["refused"] += 1
+
+    def read(self, store: Store, key: int) -> None:
+        """Get a prompt; where it is not found although it had been stored, count that, too."""
+        stored = self.stored[key]
+        found = self.world.get(2 * key, store)
+        self.counts["hit" if found else "unexplained" if stored else "miss"] += 1
+
+    def sweep(self, store: Store, key: int) -> None:
+        self.world.collect()
+        time.sleep(0.2)
+
+
+@pytest.mark.thorough
+class CrowdTest(DirectoryTest):
+    """Writers, readers, evictors, collectors: nothing wrong, no exception, within the limit."""
+
+    def crowd(self, root: Path, roles: list[str], bounds: Limits) -> tuple[Counter[str], int]:
+        """Let processes work; return what they counted, and the most bytes that there were."""
+        root.mkdir(mode=0o700)
+        world, stored = world_of(root, bounds), mmap.mmap(-1, KEYS)
+        filled = KEYS // 4 if bounds is not ROOMY else 1
+        self.assertEqual("well", in_child(lambda: [world.put(2 * key) for key in range(filled)]))
+        until_s = time.monotonic() + SECONDS
+        children = [self.start(world, stored, number, role, until_s)
+                    for number, role in enumerate(roles)]  # fmt: skip
+        highest, ends = 0, dict[int, int]()
+        while len(ends) < len(children):
+            running = [child for child in children if child not in ends]
+            for child in running:  # at one moment: to look takes long
+                os.kill(child, signal.SIGSTOP)
+            paths = (path for path in root.rglob("*") if path.is_file())
+            highest = max(highest, sum(path.stat().st_size for path in paths))
+            for child in running:
+                os.kill(child, signal.SIGCONT)
+            time.sleep(0.1)
+            for child in running:
+                ended, status = os.waitpid(child, os.WNOHANG)
+                ends |= {child: os.waitstatus_to_exitcode(status)} if ended else {}
+        said = [path.read_text() for path in sorted(self.root.glob(f"{root.name}-*.txt"))]
+        self.assertEqual({0}, {*ends.values()}, said)
+        return sum((Counter(json.loads(one)) for one in said), Counter[str]()), highest
+
+    def start(self, world: World, stored: mmap.mmap, number: int, role: str, until_s: float) -> int:
+        child, said = os.fork(), self.root / f"{world.root.name}-{number}.txt"
+        if child:
+            return child
+        status = 1
+        try:
+            signal.alarm(int(SECONDS + 2 * PATIENCE_S))
+            worker = Worker(world, stored, number)
+            worker.run(role, until_s)
+            said.write_text(json.dumps(worker.counts))
+            status = 0
+        except BaseException:  # noqa: BLE001 - the parent tells of it
+            said.write_text(traceback.format_exc())
+        finally:
+            os._exit(status)
+
+    def test_without_a_limit(self) -> None:
+        """What was stored is a hit, always."""
+        roles = ["write"] * CROWD + ["read"] * CROWD
+        counts, _ = self.crowd(self.root / "unlimited", roles, ROOMY)
+        self.assertGreater(min(counts["hit"], counts["stored"]), 0, counts)
+        self.assertEqual((0, 0), (counts["wrong"], counts["unexplained"]), counts)
+
+    def test_with_a_limit(self) -> None:
+        """Victims of its own, and as in a directory of very many chunks told by others."""
+        roles = ["write"] * CROWD + ["read"] * CROWD + ["sweep"]
+        bounds = Limits(max_bytes=MOST, min_free_bytes=0)
+        for name, many in (("few", False), ("many", True)):
+            with self.subTest(name), ExitStack() as stack:
+                if many:
+                    for where, what, value in (
+                        (evictor, "AT_ONCE", 0),
+                        (evictor, "SHARED", 1),
+                        (evictor, "_VICTIMS", KEYS // 32),
+                        (reclaim, "AT_ONCE", 0),
+                        (scan, "_SAMPLED_CHUNKS", KEYS // 64),
+                    ):
+                        stack.enter_context(mock.patch.object(where, what, value))
+                counts, highest = self.crowd(self.root / name, roles, bounds)
+                self.assertGreater(min(counts["hit"], counts["stored"]), 0, counts)
+                self.assertEqual(0, counts["wrong"], counts)
+                self.assertLessEqual(highest, 1.05 * MOST)
+                self.assertGreater(highest, 0.5 * MOST)  # the limit was reached

@@ -1,17 +1,32 @@
-"""What is in `deploy/`: metrics that the code has, and an image of the newest vLLM."""
+"""What is in `deploy/`: settings and metrics that the code has, objects that other tools take."""
 
 from __future__ import annotations
 
+import ast
+import copy
+import importlib.util
 import json
+import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
+import tempfile
 import unittest
 from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
 
 from helpers import ROOT
+from vua import __version__
+from vua.connector.config import ConnectorConfig, defaults, sglang_arguments
 from vua.connector.metrics import METRICS
+from vua.errors import ConfigError
+from vua.vllm import TIER, VUA
+from vua.vllm.serve import with_connector
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -132,3 +147,232 @@ class DeployTest(unittest.TestCase):
                 [str(PROMTOOL), *map(str, words)], capture_output=True, text=True, check=False
             )
             self.assertEqual(0, done.returncode, done.stdout + done.stderr)
+
+
+yaml: Any = pytest.importorskip("yaml")
+CHANNELS = ROOT / "deploy" / "channels"
+KUSTOMIZE = os.environ.get("VUA_KUSTOMIZE")
+DECODE = {
+    "apiVersion": "apps/v1",
+    "kind": "Deployment",
+    "metadata": {"name": "decode"},
+    "spec": {
+        "selector": {"matchLabels": {"app": "decode"}},
+        "template": {
+            "metadata": {"labels": {"app": "decode"}},
+            "spec": {"containers": [{"name": "modelserver", "image": "vllm/vllm-openai:v0.33.0"}]},
+        },
+    },
+}
+CLAIM = {
+    "apiVersion": "v1",
+    "kind": "PersistentVolumeClaim",
+    "metadata": {"name": "llm-d-kv-cache-storage"},
+}
+
+
+def objects(name: str) -> Any:
+    return yaml.safe_load((CHANNELS / name).read_text("utf-8"))
+
+
+def command(name: str, word: str) -> list[str]:
+    """The arguments after a word in the last command of a page."""
+    blocks = re.findall(r"```bash\n(.*?)```", (CHANNELS / name).read_text("utf-8"), re.DOTALL)
+    return shlex.split(blocks[-1].rpartition(f" {word} ")[2])
+
+
+def has_class(module: str, name: str) -> bool:
+    """Whether a module of VUA defines a class; imports no engine."""
+    found = importlib.util.find_spec(module)
+    source = Path(found.origin).read_text("utf-8") if found and found.origin else ""
+    return name in [one.name for one in ast.parse(source).body if isinstance(one, ast.ClassDef)]
+
+
+def check(arguments: list[str], mounted: str, env: Any = ()) -> dict[str, Any]:
+    """Return the connector's configuration; it and its place inside the volume must be VUA's."""
+    with mock.patch.dict(os.environ, {one["name"]: one["value"] for one in env}):
+        given = with_connector(["serve", *arguments])
+        transfer: dict[str, Any] = json.loads(given[-1])
+        extra = transfer["kv_connector_extra_config"]
+        if transfer["kv_connector"] == TIER:
+            assert has_class(transfer["kv_connector_module_path"], TIER), transfer
+            (tier,) = transfer["kv_connector_extra_config"]["secondary_tiers"]
+            extra = {**tier, "shared_storage_path": tier["path"]}
+            assert has_class(extra.pop("module_path"), extra.pop("type")), tier
+            del extra["path"]
+        else:
+            assert transfer["kv_connector"] == VUA, transfer
+        path = ConnectorConfig.from_extra_config(extra).shared_storage_path
+    assert str(path).startswith(f"{mounted}/"), path
+    return transfer
+
+
+class ChannelTest(unittest.TestCase):
+    def test_readme(self) -> None:
+        text = (CHANNELS / "README.md").read_text("utf-8")
+        names = [str(one.relative_to(CHANNELS)) for one in CHANNELS.rglob("*.*") if one.is_file()]
+        self.assertLess(9, len(names))
+        self.assertEqual(["README.md"], [one for one in names if f"`{one}`" not in text])
+
+    def test_deployments(self) -> None:
+        """What recipes, llm-d, production-stack and KServe start is what `vua-vllm` takes."""
+        (option,) = objects("recipes/kv_offload.yaml").values()
+        check(option["args"], "/mnt")
+        pod = objects("llm-d/patch-vllm.yaml")["spec"]["template"]["spec"]
+        own = pod["containers"][0]
+        check(own["args"], own["volumeMounts"][0]["mountPath"], own["env"])
+        model = objects("production-stack/values.yaml")["servingEngineSpec"]["modelSpec"][0]
+        self.assertTrue(model["vllmConfig"]["enablePrefixCaching"])
+        check([model["modelURL"]], "/data", model["env"])
+        own = objects("kserve/connector.yaml")["spec"]["template"]["containers"][0]
+        check(shlex.split(own["env"][0]["value"]), own["volumeMounts"][0]["mountPath"])
+        spec = objects("kserve/offloading.yaml")["spec"]
+        words = shlex.split(spec["template"]["containers"][0]["env"][0]["value"])
+        nbytes = check(words, "/mnt/kv-cache-0")["kv_connector_extra_config"]["cpu_bytes_to_use"]
+        self.assertEqual(f"{nbytes >> 30}Gi", spec["kvCacheOffloading"]["cpu"])
+
+    def test_pages(self) -> None:
+        """The commands of both pages are those that VUA gives."""
+        transfer = check(command("vllm-integration.md", "Qwen/Qwen3-8B"), "/mnt")
+        self.assertEqual(TIER, transfer["kv_connector"])
+        words = command("sglang-hicache.md", "Qwen/Qwen3-8B")
+        for name, value in sglang_arguments("/mnt/kv").items():
+            at = words.index(f"--{name.replace('_', '-')}") + 1
+            same = json.loads if name.endswith("_config") else str
+            self.assertTrue(value is True or same(value) == same(words[at]), name)
+
+    def test_conda(self) -> None:
+        """The recipe asks for what the package asks for."""
+        recipe = objects("conda-forge/recipe.yaml")
+        project = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]
+        wanted = {one.replace("xxhash", "python-xxhash") for one in project["dependencies"]}
+        run = {one.replace(" ", "") for one in recipe["requirements"]["run"]}
+        self.assertEqual((wanted | {"python"}, __version__), (run, recipe["context"]["version"]))
+
+    def test_rattler(self) -> None:
+        """rattler-build takes the recipe, and none with a field that it does not know."""
+        rattler = pytest.importorskip("rattler_build", reason="`dev.py channels` installs it")
+        text = (CHANNELS / "conda-forge" / "recipe.yaml").read_text("utf-8")
+        variants = rattler.VariantConfig.from_yaml("c_stdlib: [sysroot]")
+        made = rattler.Stage0Recipe.from_yaml(text).render(variants)
+        self.assertEqual(1, len(made))
+        with self.assertRaises(rattler.RattlerBuildError):
+            rattler.Stage0Recipe.from_yaml(text.replace("license_file:", "license_files:"))
+
+    @unittest.skipUnless(KUSTOMIZE, "`dev.py channels` installs kustomize")
+    def test_kustomize(self) -> None:
+        """The overlay for llm-d goes over its deployment, and over none of another name."""
+        made = self.rendered(DECODE)
+        pod = next(one for one in made if one["kind"] == "Deployment")["spec"]["template"]["spec"]
+        (container,) = pod["containers"]
+        self.assertEqual("vllm-vua:latest", container["image"])
+        self.assertEqual(
+            {"VUA_PATH": "/mnt/files-storage/vua", "XDG_CACHE_HOME": "/mnt/files-storage/state"},
+            {one["name"]: one["value"] for one in container["env"]},
+        )
+        (volume,) = pod["volumes"]
+        self.assertEqual(CLAIM["metadata"]["name"], volume["persistentVolumeClaim"]["claimName"])
+        with self.assertRaisesRegex(AssertionError, "decode"):
+            self.rendered({**DECODE, "metadata": {"name": "prefill"}})
+
+    def rendered(self, deployment: dict[str, Any]) -> list[Any]:
+        """What kustomize makes of the overlay, with what lies below it in llm-d's tree."""
+        root = Path(tempfile.mkdtemp())
+        self.addCleanup(shutil.rmtree, root)
+        place = root / "guides/tiered-prefix-cache/modelserver/gpu/vllm/vua/fs/base"
+        shutil.copytree(CHANNELS / "llm-d", place)
+        below = (place / "../../../base", place / "../../../../../../manifests/pvc")
+        for folder, one in zip(below, (deployment, CLAIM), strict=True):
+            folder.mkdir(parents=True)
+            (folder / "one.yaml").write_text(json.dumps(one), "utf-8")
+            prefix = "namePrefix: gpu-vllm-\n" if one is deployment else ""
+            (folder / "kustomization.yaml").write_text(f"{prefix}resources: [one.yaml]\n", "utf-8")
+        done = subprocess.run(
+            [KUSTOMIZE or "", "build", str(place)], capture_output=True, text=True, check=False
+        )
+        self.assertEqual(0, done.returncode, done.stderr)
+        return list(yaml.safe_load_all(done.stdout))
+
+    def test_check(self) -> None:
+        """A setting, class, connector or place that VUA does not take is noticed."""
+        words = command("vllm-integration.md", "Qwen/Qwen3-8B")
+        for old, new in (("VUATier", "Tier"), ('"path"', '"root_dir"'), (TIER, "Offloading"),
+                         ("/mnt/kv", "/mnt"), ('"path"', '"max_bytes": 1, "path"')):  # fmt: skip
+            with self.subTest(new), self.assertRaises((AssertionError, ConfigError, KeyError)):
+                check([one.replace(old, new) for one in words], "/mnt")
+
+
+KUBERNETES = sorted((DEPLOY / "kubernetes").glob("*.yaml"))
+COMPOSE = sorted((DEPLOY / "compose").glob("*.yaml"))
+
+
+def documents(path: Path) -> list[Any]:
+    return list(yaml.safe_load_all(path.read_text("utf-8")))
+
+
+def compose_schema() -> Any:
+    package = pytest.importorskip("check_jsonschema")
+    schemas = Path(package.__file__).parent / "builtin_schemas" / "vendor"
+    return json.loads((schemas / "compose-spec.json").read_text("utf-8"))
+
+
+def named(settings: dict[str, Any]) -> set[str]:
+    """The names of settings, with those of their groups before them."""
+    return {
+        f"{group}.{name}" if isinstance(value, dict) else group
+        for group, value in settings.items()
+        for name in (value if isinstance(value, dict) else [group])
+    }
+
+
+class ManifestTest(unittest.TestCase):
+    @pytest.mark.thorough
+    def test_kubernetes(self) -> None:
+        """Each object fits its schema, and one with a field that it does not know does not."""
+        kubernetes_validate = pytest.importorskip("kubernetes_validate")
+        self.assertEqual(2, len(KUBERNETES))
+        for path in KUBERNETES:
+            for one in documents(path):
+                with self.subTest(path.name, kind=one["kind"]):
+                    kubernetes_validate.validate(one, "1.34", strict=True)
+                    wrong = copy.deepcopy(one)
+                    wrong["specs"] = {}
+                    with self.assertRaises(kubernetes_validate.ValidationError):
+                        kubernetes_validate.validate(wrong, "1.34", strict=True)
+
+    @pytest.mark.thorough
+    def test_compose(self) -> None:
+        """Each file fits the specification, and one with a field that it does not know does not."""
+        jsonschema = pytest.importorskip("jsonschema")
+        self.assertEqual(2, len(COMPOSE))
+        schema = compose_schema()
+        for path in COMPOSE:
+            with self.subTest(path.name):
+                (one,) = documents(path)
+                jsonschema.validate(one, schema)
+                one["services"]["vllm-x"] = {"imagine": "vllm-vua"}
+                with self.assertRaises(jsonschema.ValidationError):
+                    jsonschema.validate(one, schema)
+
+    def test_settings(self) -> None:
+        """What the engines are started with is what `vua-vllm serve` takes."""
+        pytest.importorskip("vllm")
+        started = []
+        for path in KUBERNETES:
+            for one in documents(path):
+                if one["kind"] == "Deployment":
+                    (container,) = one["spec"]["template"]["spec"]["containers"]
+                    arguments = container.get("command") or ["vllm", "serve", *container["args"]]
+                    started.append(arguments[1:])
+        for path in COMPOSE:
+            services = documents(path)[0]["services"]
+            found = [one["command"] for name, one in services.items() if name.startswith("vllm")]
+            started += [["serve", *command] for command in found]
+        self.assertEqual(5, len(started))
+        for arguments in started:
+            if "--kv-transfer-config" not in arguments:  # the environment names the directory
+                arguments += ["--vua-path", "/kv/vua"]
+            config = json.loads(with_connector(arguments)[-1])
+            self.assertEqual("VUA", config["kv_connector"])
+            names = named(config["kv_connector_extra_config"]) - {"shared_storage_path"}
+            self.assertLessEqual(names, defaults().keys())

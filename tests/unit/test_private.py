@@ -17,7 +17,7 @@ from imports import sources
 RACE = "# race: "
 """On a use's line, or on the one above: which race the test forces at that point."""
 BY_NAME = ("delattr", "getattr", "hasattr", "instead", "object", "patch", "setattr")
-"""Functions that are given names of attributes: Python's own, `mock.patch`'s, `sim.mutants`'."""
+"""Functions that are given names of attributes: Python's own, `mock.patch`'s, `sim.test_sim`'."""
 PROTOCOL = {"_asdict", "_fields", "_make", "_replace"}
 """Of named tuples: public, but for a field of the same name."""
 

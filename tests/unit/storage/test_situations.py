@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from helpers import DirectoryTest
-from scorecard.faults.mounts import why_no_mounts
+from scorecard.mounts import why_no_mounts
 
 TESTS = Path(__file__).resolve().parents[2]
 

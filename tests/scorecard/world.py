@@ -1,15 +1,21 @@
-"""A cache directory of which every right byte is known, for campaigns that do harm to it.
-
-The content of a chunk is drawn from a generator seeded with the chunk's own name. So any process
-can write it, any other can judge it, and prompts that share a prefix have the same bytes there.
-"""
+"""A cache directory of which every byte is known; operations on it, killed at any system call."""
 
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import tempfile
+import traceback
+from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
-from typing import Final
+from typing import Final, NamedTuple
 
 import numpy as np
 import torch
@@ -19,6 +25,7 @@ from vua.capacity.removal import Collection
 from vua.capacity.spaces import GRACE_S, TRASH
 from vua.catalog.collect import bring_within
 from vua.catalog.opening import open_catalog
+from vua.errors import VUAError
 from vua.format.identity import Identity
 from vua.format.keys import ChunkKey, KeyChain, token_ids
 from vua.format.layout import KVLayout
@@ -193,3 +200,208 @@ class World:
         left = self.leftovers()
         if left:
             raise AssertionError(f"one collection left behind {left[:5]}")
+
+
+_TRACED: Final = "%file,%desc"
+"""All calls that take a path or a descriptor: no other one can change a directory."""
+_CALL: Final = re.compile(r"^(\w+)\(")
+_NAMELESS: Final = "syscall_0x"
+"""A call that this strace is too old to know: it cannot tamper with it. cachestat, which only
+asks."""
+_LIMIT_S: Final = 60
+_GO: Final = (signal.SIGUSR1,)
+_DONE: Final = "done"
+_END: Final = "/vua-operation-ended"
+"""Asked for at the end of an operation, so that strace's log shows where that is."""
+
+
+class Outcome(NamedTuple):
+    """How an operation ended."""
+
+    killed: bool
+    text: str
+    """``done``, ``refused`` (a VUAError), or what else was raised, with its traceback."""
+    log: str
+
+
+def why_not() -> str | None:
+    """Return why system calls cannot be tampered with here, or None."""
+    if shutil.which("strace") is None:
+        return "strace is not installed"
+    try:
+        outcome = run_tampered(lambda: os.close(os.open("/", os.O_RDONLY)), "close:signal=SIGKILL")
+    except OSError as problem:
+        return f"strace cannot be used: {problem}"
+    return None if outcome.killed else "strace may not trace here (ptrace is forbidden?)"
+
+
+def run_tampered(operation: Callable[[], object], inject: str | None = None) -> Outcome:
+    """Run ``operation`` in a child of which strace tampers with what ``inject`` says.
+
+    Args:
+        operation: called in a forked child; what it returns is ignored.
+        inject: after ``-e inject=``, e.g. ``pwritev:error=ENOSPC:when=2``; None only traces.
+
+    Raises OSError where strace does not attach.
+    """
+    said, say = socket.socketpair()  # no operation sends: what is said is never tampered with
+    signal.pthread_sigmask(signal.SIG_BLOCK, _GO)
+    child = os.fork()
+    if child == 0:
+        _be_child(operation, say)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, _GO)
+    say.close()
+    with tempfile.NamedTemporaryFile("r", prefix="vua-strace-") as log:
+        command = ["strace", "-o", log.name, "-p", str(child), "-e", f"trace={_TRACED}"]
+        command += ["-e", f"inject={inject}"] if inject else []
+        with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as tracer:
+            try:
+                line = tracer.stderr.readline() if tracer.stderr else ""
+                if "attached" not in line:
+                    os.kill(child, signal.SIGKILL)
+                    raise OSError(line.strip() or "strace said nothing")
+                os.kill(child, signal.SIGUSR1)
+                text = b"".join(iter(lambda: said.recv(1 << 16), b"")).decode()
+            finally:
+                _, status = os.waitpid(child, 0)
+                said.close()
+            tracer.communicate(timeout=_LIMIT_S)
+        return Outcome(os.WIFSIGNALED(status), text, log.read())
+
+
+def _be_child(operation: Callable[[], object], say: socket.socket) -> None:
+    try:
+        gc.disable()  # a collection closes what the parent left open, at a moment of its own
+        signal.alarm(_LIMIT_S)
+        signal.sigwait(_GO)
+        try:
+            operation()
+            text = _DONE
+        except VUAError:
+            text = "refused"
+        except OSError as problem:
+            text = f"{type(problem).__name__}: {traceback.format_exc()}"
+        except BaseException:  # noqa: BLE001 - whatever it is, the parent shall hear of it
+            text = traceback.format_exc()
+        with contextlib.suppress(OSError):
+            Path(_END).stat()
+        say.sendall(text.encode())
+    finally:
+        os._exit(0)
+
+
+def calls_of(operation: Callable[[], object]) -> Counter[str]:
+    """Return how often an operation makes each system call on paths or descriptors.
+
+    Raises AssertionError when it fails by itself.
+    """
+    outcome = run_tampered(operation)
+    if outcome.text != _DONE:
+        raise AssertionError(f"the operation fails by itself: {outcome.text}")
+    lines = outcome.log.splitlines()
+    own = next(n for n, line in enumerate(lines) if _END in line)
+    found = (_CALL.match(line) for line in lines[:own])  # the rest is how the child ends
+    names = Counter(match[1] for match in found if match)
+    return Counter({name: n for name, n in names.items() if not name.startswith(_NAMELESS)})
+
+
+def copied(template: Path, to: Path) -> None:
+    """Make ``to`` a fresh copy of ``template``, times included."""
+    shutil.rmtree(to, ignore_errors=True)
+    shutil.copytree(template, to, symlinks=True)
+    for path in (template, *template.rglob("*")):  # a parent's time changed while it was filled
+        status = path.lstat()
+        target = to / path.relative_to(template)
+        os.utime(target, ns=(status.st_mtime_ns, status.st_mtime_ns), follow_symlinks=False)
+
+
+_NBYTES = 16 << 10
+
+
+class Operation(NamedTuple):
+    """Something to do to a copy of a prepared directory."""
+
+    name: str
+    template: Path
+    world: World
+    run: Callable[[], object]
+    orphans: int
+    """How many leftovers one kill may add; a collection that is killed leaves those it found."""
+
+    def may_end(self, text: str) -> bool:
+        """Whether a call that fails may have this outcome (see `syscalls.Outcome`)."""
+        if text == "done" or (text == "refused" and not self.name.startswith("get")):
+            return True
+        return self.name == "collection" and "Error: [Errno" in text
+
+    def prepare(self) -> None:
+        copied(self.template, self.world.root)
+
+
+def operations(directory: Path) -> list[Operation]:
+    """Prepare puts, gets, an eviction and a collection below ``directory``."""
+    made = []
+    for name, orphans, prepare, options, run in (
+        ("first put", 1, _nothing, {}, lambda world: world.put(0)),
+        ("put", 1, lambda world: world.put(1), {}, lambda world: world.put(0)),
+        ("durable put", 1, lambda world: world.put(1), {"durable": True}, lambda w: w.put(0)),
+        ("get", 0, World.heal, {}, lambda world: world.get(0)),
+        ("get of damage", 1, _damage, {}, lambda world: world.get(0)),
+        ("eviction", 2, _fill, {"bounds": _TIGHT}, lambda world: world.put(2)),
+        ("collection", 99, _litter, {"bounds": _TIGHT}, World.collect),
+    ):
+        template = directory / f"{name.replace(' ', '-')}.template"
+        template.mkdir(parents=True)
+        prepare(World(template, layout_of(_NBYTES)))
+        world = World(directory / name.replace(" ", "-"), layout_of(_NBYTES), **options)
+        for number in world.prompts:
+            for key in world.keys[number]:
+                world.content(key)  # drawn here, not in the child
+        made.append(Operation(name, template, world, _bound(run, world), orphans))
+    return made
+
+
+_TIGHT = Limits(max_bytes=6 * _NBYTES, min_free_bytes=0)
+
+
+def _bound(run: Callable[[World], object], world: World) -> Callable[[], object]:
+    return lambda: run(world)
+
+
+def _nothing(world: World) -> None:
+    """An empty directory."""
+
+
+def _fill(world: World) -> None:
+    world.put(0)
+    world.put(1)
+    world.age(600)
+
+
+def _damage(world: World) -> None:
+    """All prompts, and a byte of the last chunk of the first one is another."""
+    world.heal()
+    path = _chunk(world, 0, -1) / f"{world.layout.full.name}.safetensors"
+    data = bytearray(path.read_bytes())
+    data[-5] ^= 0x10
+    path.write_bytes(data)
+
+
+def _litter(world: World) -> None:
+    """All prompts, one with a gap; temporary files, trash, an empty chunk; all of it old."""
+    world.heal()
+    shutil.rmtree(_chunk(world, 2, 1))
+    space = world.root / world.identity.namespace
+    for folder in (world.root, space):
+        (folder / f"{TEMPORARY}{'0' * 16}").write_bytes(b"{\n")
+    (_chunk(world, 0, 0) / f"{TEMPORARY}host-{'0' * 8}-1-1").write_bytes(b"half")
+    trash = space / f"{TRASH}{'0' * 16}"
+    trash.mkdir()
+    (trash / f"{world.layout.full.name}.safetensors").write_bytes(b"half")
+    (space / "ab" / ("ab" * 32)).mkdir(parents=True)
+    world.age()
+
+
+def _chunk(world: World, number: int, place: int) -> Path:
+    name = world.keys[number][place].name
+    return world.root / world.identity.namespace / name[:2] / name
