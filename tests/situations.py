@@ -30,11 +30,13 @@ from pathlib import Path
 from typing import Any, Final
 
 from faces import FACES, ToldError, Transformers
+from forks import forked
 from places import MOST_NBYTES, SITUATIONS, NotRunError, Place, Situation
 from scorecard.mounts import own_mounts
 
 RECOVERY_S: Final = 30.0
 """So long is waited for a new prompt to be stored and found."""
+CELL_S: Final = 900.0
 _OLD: Final = range(4)
 """Prompts that are stored before."""
 
@@ -108,28 +110,16 @@ class Cell:
 def in_a_process(face: Any, happens: Situation) -> dict[str, Any]:
     """Run a cell in a fork; return what it counts."""
     folder = Path(tempfile.mkdtemp(prefix="vua-situations-"))
-    reading, writing = os.pipe()
-    child = os.fork()
-    if not child:
-        os.close(reading)
-        result: dict[str, Any] = {"failed": 1, "why": "the process died"}
-        try:
-            own_mounts()
-            result = Cell(face, Place(folder)).run(happens)
-        except BaseException as problem:  # noqa: BLE001 - for the parent
-            traceback.print_exc()
-            result = {"failed": 1, "why": f"{type(problem).__name__}: {problem}"}
-        finally:
-            with open(writing, "w") as stream:  # noqa: PTH123 - a descriptor
-                json.dump(result, stream)
-            os._exit(0)
-    os.close(writing)
-    with open(reading) as stream:  # noqa: PTH123 - a descriptor
-        said = stream.read()
-    os.waitpid(child, 0)
+
+    def run() -> dict[str, Any]:
+        own_mounts()
+        return Cell(face, Place(folder)).run(happens)
+
+    ended = forked(run, CELL_S)
     subprocess.run(["chattr", "-R", "-i", str(folder)], check=False, capture_output=True)
     shutil.rmtree(folder, ignore_errors=True)
-    return json.loads(said) if said else {"failed": 1, "why": "the process died"}
+    found: dict[str, Any] = ended.value or {"failed": 1, "why": f"{ended.how}: {ended.log[-2000:]}"}
+    return found
 
 
 def fault(cell: dict[str, Any]) -> str:

@@ -1,25 +1,17 @@
-"""Runs vLLM engines for the tests: `python -m e2e.engine`, one JSON job per line on stdin.
+"""Runs vLLM engines for the tests, in forks of a process that has imported vLLM (`forks.Forker`).
 
-A job is a list of phases, each an engine with what it is to do, or a program. Every job runs in a
-process of its own, forked from this one before any engine exists here: a fresh process without the
-ten seconds that importing vLLM takes. Answers are lines on stdout that start with `MARK`; what vLLM
-prints goes into the answer's "log". Ends when stdin does.
+That takes ten seconds. What the classes of `harness` name is done here.
 """
 
 from __future__ import annotations
 
-import ctypes
-import faulthandler
 import gc
 import importlib
 import json
 import multiprocessing
 import os
 import runpy
-import shutil
-import signal
 import sys
-import tempfile
 import time
 import traceback
 from collections import Counter
@@ -30,13 +22,13 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-from e2e.checkpoints import make_llava, picture, stand_in_for_torchvision
-from e2e.trouble import adapter, change_memory, snapshots, trouble, weight_transfer
+import forks
+from e2e.checkpoints import picture, stand_in_for_torchvision
+from e2e.trouble import adapter, snapshots, trouble, weight_transfer
 from small_models import ENGINE_ENVIRONMENT
 from vua.capacity import reclaim
 from vua.connector import opening
 
-MARK = "VUA-ANSWER "
 ENVIRONMENT = ENGINE_ENVIRONMENT | {"OMP_NUM_THREADS": "1", "VLLM_LOGGING_LEVEL": "INFO"}
 MODULES = (
     "vllm.entrypoints.launchers.cli_args",
@@ -55,21 +47,12 @@ SERVER_MODULES = ("vllm.entrypoints.cli.main", "vllm.entrypoints.cli.serve", "vu
 """Likewise, as soon as there is one."""
 
 
-def main() -> None:
-    """Answer jobs until there are no more."""
+def begin() -> None:
+    """What the process does first whose forks run engines."""
     prepare()
     stand_in_for_torchvision()
     opening._START_WAIT_S = 60.0  # type: ignore[misc] # an idle machine needs a hundredth of it
     reclaim._WAIT_S = 60.0  # type: ignore[misc] # likewise
-    tell({"ready": True})
-    for line in sys.stdin:
-        job = json.loads(line)
-        if "serve" in job:
-            tell({"pid": start_server(job["serve"], Path(job["log"]), job["timeout_s"])})
-        elif "end" in job:
-            tell({"end": wait_for(job["end"], job["timeout_s"])})
-        else:
-            tell(in_process_of_its_own(job))
 
 
 def prepare() -> None:
@@ -95,7 +78,7 @@ def prepare() -> None:
     gc.enable()
 
 
-def start_server(arguments: list[str], log: Path, timeout_s: float) -> int:
+def start_server(arguments: list[str], log: Path) -> int:
     """Start `vua-vllm serve`, whose processes are forks and need not import vLLM; return its pid.
 
     It lives until it is told to end, which another job waits for, or until this process is dead.
@@ -104,7 +87,7 @@ def start_server(arguments: list[str], log: Path, timeout_s: float) -> int:
         importlib.import_module(module)
     child = os.fork()
     if child == 0:
-        become_worker(log, timeout_s)
+        forks.alone(log)
         try:
             del os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"]
             fork = multiprocessing.get_context("fork")
@@ -115,35 +98,6 @@ def start_server(arguments: list[str], log: Path, timeout_s: float) -> int:
         finally:
             os._exit(0)
     return child
-
-
-def tell(answer: Any) -> None:
-    """Write one answer."""
-    sys.stdout.write(MARK + json.dumps(answer) + "\n")
-    sys.stdout.flush()
-
-
-def in_process_of_its_own(job: dict[str, Any]) -> dict[str, Any]:
-    """Run a job in a forked process; its processes are gone when this returns."""
-    with tempfile.TemporaryDirectory(prefix="vua-engine-") as folder:
-        answer, log = Path(folder, "answer"), Path(folder, "log")
-        child = os.fork()
-        if child == 0:
-            with suppress(BaseException):
-                become_worker(log, job["timeout_s"])
-                if "program" in job:
-                    done: dict[str, Any] = {"status": run_program(job["program"])}
-                else:
-                    done = {"phases": [one_phase(phase) for phase in job["phases"]]}
-                answer.write_text(json.dumps({"pid": os.getpid(), **done}))
-            os._exit(0)
-        status = wait_for(child, job["timeout_s"])
-        with suppress(ProcessLookupError):
-            os.killpg(child, signal.SIGKILL)
-        text = log.read_text(errors="replace") if log.exists() else ""
-        if not answer.exists():
-            return {"problem": f"no answer, {status}", "log": text}
-        return {**json.loads(answer.read_text()), "log": text}
 
 
 def run_program(words: list[str]) -> int:
@@ -162,51 +116,22 @@ def run_program(words: list[str]) -> int:
     return status
 
 
-def become_worker(log: Path, timeout_s: float) -> None:
-    """Prepare a forked process: output into a file, no input, dead when its parent is."""
-    os.setpgid(0, 0)
-    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
-    out = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-    nothing = os.open(os.devnull, os.O_RDONLY)
-    os.dup2(nothing, 0)
-    os.dup2(out, 1)
-    os.dup2(out, 2)
-    faulthandler.dump_traceback_later(timeout_s * 0.9)
+def run_phases(phases: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Run engines one after the other."""
+    return [run_phase(phase) for phase in phases]
 
 
-def wait_for(child: int, timeout_s: float) -> str:
-    """Wait for a process to end; say how it did."""
-    until = time.monotonic() + timeout_s
-    while time.monotonic() < until:
-        pid, status = os.waitpid(child, os.WNOHANG)
-        if pid:
-            return f"exit status {os.waitstatus_to_exitcode(status)}"
-        time.sleep(0.01)
-    os.killpg(child, signal.SIGKILL)
-    os.waitpid(child, 0)
-    return f"still busy after {timeout_s} s"
-
-
-def one_phase(phase: dict[str, Any]) -> dict[str, Any]:
-    """Do what one phase asks for: mostly to run an engine."""
-    if "make" in phase:
-        make_model(Path(phase["make"]["at"]), phase["make"])
-        return {}
-    if "llava" in phase:
-        make_llava(Path(phase["llava"].pop("at")), **phase["llava"])
-        return {}
-    with mock.patch.dict(os.environ, phase.get("environment", {})):
-        return with_engine(phase)
+def run_phase(phase: dict[str, Any]) -> dict[str, Any]:
+    """Start one engine, give it its steps, shut it down."""
+    with mock.patch.dict(os.environ, phase["environment"]):
+        return {"pid": os.getpid(), **with_engine(phase)}
 
 
 def with_engine(phase: dict[str, Any]) -> dict[str, Any]:
-    """Start the engine itself, give it its steps, shut it down."""
     from vllm import LLM
     from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
 
     settings = dict(phase["engine"])
-    if phase.get("transfer"):
-        settings["kv_transfer_config"] = phase["transfer"]
     if "kv_events_config" in settings:
         from vllm.config.kv_events import KVEventsConfig
 
@@ -218,19 +143,19 @@ def with_engine(phase: dict[str, Any]) -> dict[str, Any]:
     if "weight_transfer_config" in settings:
         settings["weight_transfer_config"] = weight_transfer(settings["weight_transfer_config"])
     counts: dict[str, int] = {}
-    troubled = trouble(phase.get("trouble", {}))
-    blocks: list[dict[str, list[str]]] | None = [] if phase.get("snapshots") else None
+    troubled = trouble(phase["trouble"])
+    blocks: list[dict[str, list[str]]] | None = [] if phase["snapshots"] else None
     with troubled, forked_workers(), counted(counts), snapshots(blocks):
         try:
             llm = LLM(**settings)
         except Exception as problem:  # noqa: BLE001 - the test decides what it should have been
             return {"problem": f"{type(problem).__name__}: {problem}"}
         counts.clear()  # the connector tries itself out
-        batches: list[list[dict[str, Any]]] = []
+        outputs: list[tuple[Any, int, str]] = []
         side = get_kv_transfer_group() if has_kv_transfer_group() else None
         try:
             for step in phase["steps"]:
-                batches += in_a_copy(llm, step["fork"]) if "fork" in step else act(llm, step)
+                outputs += step.act(llm)
             llm.collective_rpc(wait_for_saves)  # the end itself waits less
         except Exception:  # noqa: BLE001 - likewise
             return {"problem": traceback.format_exc()}
@@ -241,52 +166,27 @@ def with_engine(phase: dict[str, Any]) -> dict[str, Any]:
             counts |= sum((one.store.counts for one in groups), Counter[str]())
             del llm, side, worker, groups
             gc.collect()
-    return {"batches": batches, "counts": counts, "blocks": blocks}
+    return {"outputs": outputs, "counts": counts, "blocks": blocks}
 
 
-def act(llm: Any, step: dict[str, Any]) -> list[list[dict[str, Any]]]:
-    """Do one step: a batch of prompts, or something that gives no outputs."""
+def ask(llm: Any, batch: Any) -> list[tuple[Any, int, str]]:
+    """Give an engine prompts; per prompt tokens or a vector, what was cached, and why it ended."""
     from vllm import SamplingParams
 
-    if step.get("reset"):
-        wait_for_saves()
-        if not llm.reset_prefix_cache(reset_connector=step["reset"] == "all"):
-            raise RuntimeError("the prefix cache could not be reset")
-        return []
-    if "change" in step:
-        wait_for_saves()
-        change_memory(llm, **step["change"])
-        return []
-    if step.get("settle"):
-        settle(llm)
-        return []
-    if "exchange" in step or "call" in step:
-        change(llm, step)
-        return []
-    prompts = described_prompts(step)
-    hinted = with_hints(llm, step["hints"]) if step["hints"] else nullcontext()
-    greedy = SamplingParams(max_tokens=step["max_tokens"], temperature=0, ignore_eos=True)
-    if step["pooled"]:
-        given = llm.embed(prompts, use_tqdm=False)
-    else:
-        adapters = [adapter(path) for path in step["loras"]] if any(step["loras"]) else None
-        with hinted:
-            given = llm.generate(prompts, greedy, use_tqdm=False, lora_request=adapters)
-    return [[described_output(done) for done in given]]
+    prompts = described_prompts(batch)
+    if batch.pooled:
+        return [(one.outputs.embedding, 0, "") for one in llm.embed(prompts, use_tqdm=False)]
+    greedy = SamplingParams(max_tokens=batch.max_tokens, temperature=0, ignore_eos=True)
+    adapters = [adapter(path) for path in batch.loras] if any(batch.loras) else None
+    with with_hints(llm, batch.hints) if batch.hints else nullcontext():
+        given = llm.generate(prompts, greedy, use_tqdm=False, lora_request=adapters)
+    return [
+        (list(one.outputs[0].token_ids), one.num_cached_tokens, one.outputs[0].finish_reason)
+        for one in given
+    ]
 
 
-def described_output(done: Any) -> dict[str, Any]:
-    if hasattr(done.outputs, "embedding"):
-        return {"tokens": done.outputs.embedding, "cached": 0, "finish": ""}
-    (output,) = done.outputs
-    return {
-        "tokens": list(output.token_ids),
-        "cached": done.num_cached_tokens,
-        "finish": output.finish_reason,
-    }
-
-
-def with_hints(llm: Any, actions: list[dict[str, Any]]) -> Any:
+def with_hints(llm: Any, actions: Any) -> Any:
     """Give all requests meanwhile an orchestrator's hints, as a router does."""
     from vllm.v1.kv_hints import KvHintAction, KvHintsEnvelope
 
@@ -296,14 +196,14 @@ def with_hints(llm: Any, actions: list[dict[str, Any]]) -> Any:
     return mock.patch.object(llm.llm_engine, "add_request", add)
 
 
-def in_a_copy(llm: Any, step: dict[str, Any]) -> list[list[dict[str, Any]]]:
+def in_a_copy(llm: Any, batch: Any) -> list[tuple[Any, int, str]]:
     """Do one step in a forked copy of this process, whatever its threads are at."""
     out, into = os.pipe()
     child = os.fork()
     if child == 0:
         with suppress(BaseException), os.fdopen(into, "w") as answer:
             try:
-                json.dump(act(llm, step), answer)
+                json.dump(ask(llm, batch), answer)
             except BaseException:
                 traceback.print_exc()
                 raise
@@ -312,34 +212,22 @@ def in_a_copy(llm: Any, step: dict[str, Any]) -> list[list[dict[str, Any]]]:
     with os.fdopen(out) as stream:
         text = stream.read()
     os.waitpid(child, 0)
-    batches: list[list[dict[str, Any]]] = json.loads(text)
-    return batches
+    return [(tokens, cached, finish) for tokens, cached, finish in json.loads(text)]
 
 
-def change(llm: Any, step: dict[str, Any]) -> None:
-    """Replace files behind the engine's back, or have its workers do something."""
-    wait_for_saves()
-    if "exchange" in step:
-        shutil.copytree(step["exchange"]["source"], step["exchange"]["target"], dirs_exist_ok=True)
-    else:
-        llm.collective_rpc(step["call"], kwargs=step["arguments"])
-
-
-def described_prompts(step: dict[str, Any]) -> list[dict[str, Any]]:
+def described_prompts(batch: Any) -> list[dict[str, Any]]:
     """A batch's prompts in vLLM's form."""
-    prompts: list[dict[str, Any]] = [
-        {"prompt_token_ids": ids} | ({"cache_salt": salt} if salt else {})
-        for ids, salt in zip(step["prompts"], step["salts"], strict=True)
-    ]
-    for prompt, seed in zip(prompts, step["embeddings"], strict=False):
+    salt = {"cache_salt": batch.salt} if batch.salt else {}
+    prompts: list[dict[str, Any]] = [{"prompt_token_ids": list(p), **salt} for p in batch.prompts]
+    for prompt, seed in zip(prompts, batch.embeddings, strict=False):
         if seed is not None:
             prompt["prompt_embeds"] = rows(len(prompt.pop("prompt_token_ids")), *seed)
-    for prompt, seed, name in zip(prompts, step["images"], step["image_names"], strict=True):
+    for prompt, seed in zip(prompts, batch.images, strict=False):
         if seed is not None:
             prompt["multi_modal_data"] = {"image": picture(seed)}
-            prompt["mm_processor_kwargs"] = step["processor"]
-        if name is not None:
-            prompt["multi_modal_uuids"] = {"image": name}
+            prompt["mm_processor_kwargs"] = batch.processor
+    for prompt, name in zip(prompts, batch.image_names, strict=False):
+        prompt["multi_modal_uuids"] = {"image": name}
     return prompts
 
 
@@ -437,17 +325,12 @@ def forked_workers() -> Iterator[None]:
         yield
 
 
-def make_model(target: Path, what: dict[str, Any]) -> None:
+def make_model(target: Path, model_type: str, config: dict[str, Any]) -> None:
     """Make a checkpoint of an architecture that `small_models` does not know."""
     import torch
     import transformers
 
-    config = transformers.AutoConfig.for_model(what["model_type"], **what["config"])
+    made = transformers.AutoConfig.for_model(model_type, **config)
     torch.manual_seed(0)
-    model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    model = transformers.AutoModelForCausalLM.from_config(made, dtype=torch.float32)
     model.save_pretrained(target)
-
-
-if __name__ == "__main__":
-    os.environ.update(ENVIRONMENT)
-    main()

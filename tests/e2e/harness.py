@@ -3,36 +3,33 @@
 from __future__ import annotations
 
 import atexit
-import json
 import os
 import random
-import selectors
 import shutil
-import signal
-import subprocess
-import sys
 import tempfile
 import unittest
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field
-from functools import cache
+from dataclasses import dataclass, field
+from functools import cache, partial
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from packaging.version import Version
 
 import vua
+from e2e import checkpoints, engine
 from e2e.damage import CHUNK
-from e2e.engine import ENVIRONMENT, MARK
+from e2e.engine import ENVIRONMENT
+from e2e.trouble import change_memory
+from forks import Ended, Forker
 from small_models import make_model
 from vua.vllm import CONNECTOR
 
 TESTS = Path(__file__).resolve().parent.parent
 SOURCE = Path(vua.__file__).resolve().parent.parent
-START_TIMEOUT_S = 600.0
 JOB_TIMEOUT_S = 300.0
 MAX_TOKENS = 16
 
@@ -75,6 +72,13 @@ def shared(count: int) -> list[list[int]]:
     return [tokens(900, seed=50) + tokens(150, seed=1000 + at) for at in range(count)]
 
 
+class Step(Protocol):
+    """What an engine does next."""
+
+    def act(self, llm: Any) -> list[tuple[Any, int, str]]:
+        """Do it; return per prompt tokens or a vector, the tokens not computed, why it ended."""
+
+
 @dataclass(frozen=True)
 class Batch:
     """Prompts that are given to the engine at once."""
@@ -86,7 +90,7 @@ class Batch:
     """Per prompt the directory of its adapter; empty: none has one."""
     images: Sequence[int | None] = ()
     """Per prompt the seed of the picture that it holds; empty: none has one."""
-    image_names: Sequence[str | None] = ()
+    image_names: Sequence[str] = ()
     """Per prompt the name that the client gives to its picture; empty: none has one."""
     processor: dict[str, Any] = field(default_factory=dict)
     """Settings of the picture's processor for these requests."""
@@ -98,78 +102,89 @@ class Batch:
     hints: Sequence[dict[str, Any]] = ()
     """Actions of an orchestrator's `kv_hints` that each request carries."""
 
-    def describe(self) -> dict[str, Any]:
-        count = len(self.prompts)
-        return {
-            "prompts": self.prompts,
-            "salts": [self.salt] * count,
-            "max_tokens": self.max_tokens,
-            "loras": list(self.loras) or [None] * count,
-            "images": list(self.images) or [None] * count,
-            "image_names": list(self.image_names) or [None] * count,
-            "processor": self.processor,
-            "hints": list(self.hints),
-            "embeddings": list(self.embeddings),
-            "pooled": self.pooled,
-        }
-
-
-@dataclass(frozen=True)
-class Exchange:
-    """Instead of a batch: files of one directory are replaced by those of another one."""
-
-    source: Path
-    target: Path
-
-    def describe(self) -> dict[str, Any]:
-        return {"exchange": {"source": str(self.source), "target": str(self.target)}}
-
-
-@dataclass(frozen=True)
-class Call:
-    """Instead of a batch: a method of all workers is called."""
-
-    method: str
-    arguments: dict[str, Any] = field(default_factory=dict)
-
-    def describe(self) -> dict[str, Any]:
-        return {"call": self.method, "arguments": self.arguments}
-
-
-RESET = Batch((), max_tokens=0)
-"""Instead of a batch: let vLLM forget its own prefix cache."""
-RESET_ALL = Batch((), max_tokens=1)
-"""Likewise, and tell the connector that the weights may have changed."""
-SETTLE = Batch((), max_tokens=2)
-"""Instead of a batch: wait until everything is stored, and has been told."""
-
-
-@dataclass(frozen=True)
-class Change:
-    """Instead of a batch: what the engine computes with is replaced in memory, see `changes`."""
-
-    how: str
-    source: str
-
-    def describe(self) -> dict[str, Any]:
-        return {"change": asdict(self)}
+    def act(self, llm: Any) -> list[tuple[Any, int, str]]:
+        return engine.ask(llm, self)
 
 
 @dataclass(frozen=True)
 class Copied:
-    """Instead of a batch: it is given to a forked copy of the engine's process."""
+    """A batch that is given to a forked copy of the engine's process."""
 
     batch: Batch
 
-    def describe(self) -> dict[str, Any]:
-        return {"fork": self.batch.describe()}
+    def act(self, llm: Any) -> list[tuple[Any, int, str]]:
+        return engine.in_a_copy(llm, self.batch)
+
+
+@dataclass(frozen=True)
+class Exchange:
+    """Files of one directory are replaced by those of another one."""
+
+    source: Path
+    target: Path
+
+    def act(self, _: Any) -> list[Any]:
+        engine.wait_for_saves()
+        shutil.copytree(self.source, self.target, dirs_exist_ok=True)
+        return []
+
+
+@dataclass(frozen=True)
+class Call:
+    """A method of all workers is called."""
+
+    method: str
+    arguments: dict[str, Any] = field(default_factory=dict)
+
+    def act(self, llm: Any) -> list[Any]:
+        engine.wait_for_saves()
+        llm.collective_rpc(self.method, kwargs=self.arguments)
+        return []
+
+
+@dataclass(frozen=True)
+class Change:
+    """What the engine computes with is replaced in memory, see `trouble.change_memory`."""
+
+    how: str
+    source: str
+
+    def act(self, llm: Any) -> list[Any]:
+        engine.wait_for_saves()
+        change_memory(llm, self.how, self.source)
+        return []
+
+
+@dataclass(frozen=True)
+class Reset:
+    """VLLM forgets its own prefix cache; ``told``: VUA is told that weights may have changed."""
+
+    told: bool = False
+
+    def act(self, llm: Any) -> list[Any]:
+        engine.wait_for_saves()
+        if not llm.reset_prefix_cache(reset_connector=self.told):
+            raise RuntimeError("the prefix cache could not be reset")
+        return []
+
+
+@dataclass(frozen=True)
+class Settle:
+    """Everything is stored, and has been told."""
+
+    def act(self, llm: Any) -> list[Any]:
+        engine.settle(llm)
+        return []
+
+
+RESET, RESET_ALL, SETTLE = Reset(), Reset(told=True), Settle()
 
 
 @dataclass(frozen=True)
 class Phase:
     """One engine, from start to shutdown."""
 
-    batches: Sequence[Batch | Call | Change | Copied | Exchange]
+    batches: Sequence[Step]
     engine: dict[str, Any] = field(default_factory=dict)
     root: Path | None = None
     """The connector's directory; None: no connector."""
@@ -198,21 +213,16 @@ class Phase:
         }
         if settings.get("tensor_parallel_size", 1) > 1:
             settings["distributed_executor_backend"] = "mp"
-        others: dict[int, dict[str, Any]] = {
-            id(RESET): {"reset": "own"},
-            id(RESET_ALL): {"reset": "all"},
-            id(SETTLE): {"settle": True},
-        }
-        steps = [others.get(id(b)) or b.describe() for b in self.batches]
-        described = {"engine": settings, "steps": steps, "snapshots": self.snapshots}
         if self.root is not None:
-            described["transfer"] = self._transfer(self.root)
-        if self.trouble:
-            described["trouble"] = self.trouble
+            settings["kv_transfer_config"] = self._transfer(self.root)
         bucket = {name: value for name, value in os.environ.items() if name.startswith("AWS_")}
-        if environment := bucket | self.environment:
-            described["environment"] = environment
-        return described
+        return {
+            "engine": settings,
+            "steps": self.batches,
+            "snapshots": self.snapshots,
+            "trouble": self.trouble,
+            "environment": bucket | self.environment,
+        }
 
     def _transfer(self, root: Path) -> dict[str, Any]:
         extra = {"shared_storage_path": str(root), "chunk_tokens": CHUNK, "strict": True}
@@ -256,51 +266,44 @@ class Served:
 
 def run(*phases: Phase, by: Driver | None = None) -> list[Served]:
     """Run phases one after the other in one new process."""
-    answer = (by or driver()).ask([phase.describe() for phase in phases])
-    if "phases" not in answer:
-        raise AssertionError(f"{answer['problem']}; the log ends with:\n{answer['log'][-6000:]}")
-    return [_served(phase, answer) for phase in answer["phases"]]
+    described = [phase.describe() for phase in phases]
+    ended = (by or driver()).called(engine.run_phases, described, jobs=len(phases))
+    return [_served(phase, ended) for phase in ended.value]
 
 
 def run_program(path: Path, *arguments: str) -> tuple[int, str]:
-    words = [str(path), *arguments]
-    answer = driver().do({"program": words, "timeout_s": 2 * JOB_TIMEOUT_S})
-    return answer.get("status", -1), answer["log"]
+    ended = driver().called(engine.run_program, [str(path), *arguments], jobs=2)
+    return ended.value, ended.log
 
 
-def _served(phase: dict[str, Any], answer: dict[str, Any]) -> Served:
-    outputs = [output for batch in phase.get("batches", ()) for output in batch]
+def _served(phase: dict[str, Any], ended: Ended) -> Served:
+    outputs = phase.get("outputs", ())
     return Served(
-        tokens=[output["tokens"] for output in outputs],
-        cached=[output["cached"] for output in outputs],
-        finish=[output["finish"] for output in outputs],
+        tokens=[tokens for tokens, _, _ in outputs],
+        cached=[cached for _, cached, _ in outputs],
+        finish=[finish for _, _, finish in outputs],
         counts=phase.get("counts", {}),
         blocks=phase.get("blocks") or [],
         problem=phase.get("problem"),
-        log=answer["log"],
-        pid=answer["pid"],
+        log=ended.log,
+        pid=phase["pid"],
     )
 
 
 def make(at: Path, model_type: str, **config: Any) -> Path:
     """Make a checkpoint of any architecture that transformers knows."""
-    what = {"at": str(at), "model_type": model_type, "config": config}
-    answer = driver().ask([{"make": what}])
-    if "phases" not in answer:
-        raise AssertionError(answer["log"][-6000:])
+    driver().called(engine.make_model, at, model_type, config)
     return at
 
 
 def make_llava(at: Path, *, seed: int = 0, **changes: Any) -> Path:
-    """Make a checkpoint that takes pictures, see `pictures.make_llava`."""
-    answer = driver().ask([{"llava": {"at": str(at), "seed": seed, **changes}}])
-    if "phases" not in answer:
-        raise AssertionError(answer["log"][-6000:])
+    """Make a checkpoint that takes pictures, see `checkpoints.make_llava`."""
+    driver().called(partial(checkpoints.make_llava, **changes), at, seed)
     return at
 
 
-class Driver:
-    """The process that runs the engines."""
+class Driver(Forker):
+    """The process whose forks run the engines."""
 
     def __init__(self, *, left_out: str | None = None) -> None:
         """Start it and wait until it has imported vLLM.
@@ -312,57 +315,15 @@ class Driver:
         paths = [str(TESTS), str(SOURCE), *(path for path in given if path and path != left_out)]
         environment = {**os.environ, **ENVIRONMENT, "PYTHONPATH": os.pathsep.join(paths)}
         environment.pop("VUA_PATH", None)
-        self._log = tempfile.TemporaryFile()  # noqa: SIM115 - lives as long as the process
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", "e2e.engine"],
-            cwd=TESTS,
-            env=environment,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=self._log,
-            start_new_session=True,
-        )
-        self._rest = b""
+        super().__init__("e2e.engine", environment)
         atexit.register(self.close)
-        self._answer(START_TIMEOUT_S)
 
-    def ask(self, phases: list[dict[str, Any]]) -> dict[str, Any]:
-        return self.do({"phases": phases, "timeout_s": JOB_TIMEOUT_S * len(phases)})
-
-    def do(self, job: dict[str, Any]) -> dict[str, Any]:
-        assert self._process.stdin is not None
-        self._process.stdin.write(json.dumps(job).encode() + b"\n")
-        self._process.stdin.flush()
-        return self._answer(job["timeout_s"] + 30)
-
-    def _answer(self, timeout_s: float) -> dict[str, Any]:
-        assert self._process.stdout is not None
-        out = self._process.stdout.fileno()
-        with selectors.DefaultSelector() as selector:
-            selector.register(out, selectors.EVENT_READ)
-            while True:
-                *lines, self._rest = self._rest.split(b"\n")
-                for line in lines:
-                    if line.startswith(MARK.encode()):
-                        answer: dict[str, Any] = json.loads(line[len(MARK) :])
-                        return answer
-                if not selector.select(timeout_s) or not (data := os.read(out, 1 << 20)):
-                    self.close()
-                    raise AssertionError(f"the engine driver gave no answer:\n{self._said}")
-                self._rest += data
-
-    def close(self) -> None:
-        if self._process.poll() is None:
-            assert self._process.stdin is not None
-            assert self._process.stdout is not None
-            os.killpg(self._process.pid, signal.SIGKILL)
-            self._process.wait()
-            self._process.stdin.close()
-            self._process.stdout.close()
-        if not self._log.closed:
-            self._log.seek(0)
-            self._said = self._log.read().decode(errors="replace")[-6000:]
-            self._log.close()
+    def called(self, function: Callable[..., Any], *given: Any, jobs: int = 1) -> Ended:
+        """What a function returned in a fork. Raises AssertionError with its log where it ended."""
+        ended = self.do(partial(function, *given), JOB_TIMEOUT_S * jobs)
+        if ended.how != "well":
+            raise AssertionError(f"{ended.how}; the log ends with:\n{ended.log[-6000:]}")
+        return ended
 
 
 @cache
@@ -413,11 +374,11 @@ class EngineTest(unittest.TestCase):
         self.addCleanup(folder.cleanup)
         self.root = Path(folder.name) / "kv"
 
-    def phase(self, *batches: Batch | Call | Change | Copied | Exchange, **settings: Any) -> Phase:
+    def phase(self, *batches: Step, **settings: Any) -> Phase:
         """An engine with the connector on this test's directory."""
         return Phase(batches, **{"root": self.root, **settings})
 
-    def serve(self, *batches: Batch | Call | Change | Copied | Exchange, **settings: Any) -> Served:
+    def serve(self, *batches: Step, **settings: Any) -> Served:
         """Run one engine with the connector in a process of its own."""
         (served,) = run(self.phase(*batches, **settings))
         self.assertIsNone(served.problem)
@@ -426,7 +387,7 @@ class EngineTest(unittest.TestCase):
     def baseline(self, *batches: Batch, engine: dict[str, Any] | None = None) -> list[list[int]]:
         """The tokens that the engine generates without the connector."""
         phase = Phase(batches, engine=engine or {})
-        name = json.dumps(phase.describe())
+        name = repr(phase.describe())
         if name not in _baselines:
             (_baselines[name],) = run(phase)
             self.assertIsNone(_baselines[name].problem)
@@ -439,7 +400,7 @@ class EngineTest(unittest.TestCase):
         """
         expected = self.baseline(*batches, engine=settings.get("engine"))
         phase = self.phase(*batches, **settings)
-        name, is_new = json.dumps(phase.describe()), not phase.root.exists()
+        name, is_new = repr(phase.describe()), not phase.root.exists()
         name = name.replace(str(phase.root), "")
         if is_new and name in _filled:
             shutil.copytree(_filled[name], phase.root)

@@ -13,14 +13,17 @@ import time
 import urllib.request
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
+from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from subprocess import Popen
 from typing import IO, Any
 from urllib.error import URLError
 
+from e2e import engine
 from e2e.engine import ENVIRONMENT
 from e2e.harness import MAX_TOKENS, PROMPT, SOURCE, EngineTest, driver, llama
+from forks import wait_for
 
 START_TIMEOUT_S = 600.0
 
@@ -41,8 +44,8 @@ class Fork:
 
     def __init__(self, arguments: Sequence[str], log: str) -> None:
         """Start it; its words go to the file ``log``."""
-        job = {"serve": arguments, "log": log, "timeout_s": 2 * START_TIMEOUT_S}
-        self.pid: int = driver().do(job)["pid"]
+        start = partial(engine.start_server, list(arguments), Path(log))
+        self.pid: int = driver().do_itself(start, START_TIMEOUT_S)
 
     def poll(self) -> int | None:
         """Not None when it has ended; the driver's child it is until somebody waits for it."""
@@ -56,7 +59,7 @@ class Fork:
 
     def wait(self, timeout_s: float = 10.0) -> None:
         if Path(f"/proc/{self.pid}").exists():
-            driver().do({"end": self.pid, "timeout_s": timeout_s})
+            driver().do_itself(partial(wait_for, self.pid, timeout_s))
 
 
 def begin(arguments: Sequence[str], log: IO[bytes], path: Path | None = None) -> Popen[bytes]:

@@ -1,25 +1,19 @@
 """Real schedulers of SGLang, one after the other in forks of one process: a server each, cheaply.
 
-Run by SGLang's Python (`sglang_server.PYTHON`). Reads one job a line from its standard input, and
-answers each with a line. A job is ``{"arguments": {...}, "variables": {...}, "steps": [...]}`` with
-the fields of ``ServerArgs``; a step is ``{"ask": ids, "new": 8, ...}`` or ``{"update": folder}``.
-The key "change" names a function of `sglang_hooks` that is called before. A fork has all that
-SGLang starts in the process that computes, but for the sockets to the others.
+Run by SGLang's Python (`sglang_server.PYTHON`). A fork has all that SGLang starts in the process
+that computes, but for the sockets to the others.
 """
 
 from __future__ import annotations
 
 import contextlib
 import gc
-import json
+import importlib
 import os
-import sys
 import time
-import traceback
 from array import array
+from collections.abc import Sequence
 from typing import Any
-
-from e2e import sglang_hooks
 
 DEADLINE_S = 120.0
 SETTLED_STEPS = 20
@@ -123,49 +117,32 @@ class Engine:
         return {"done": done.success, "message": done.message}
 
 
-def work(job: dict[str, Any]) -> dict[str, Any]:
-    os.environ.update(job.get("variables", {}))
-    if package := job.get("variables", {}).get("SGLANG_EXTERNAL_MODEL_PACKAGE"):
+def answers(
+    arguments: dict[str, Any],
+    steps: Sequence[dict[str, Any]],
+    change: str,
+    variables: dict[str, str],
+) -> list[Any]:
+    """What a scheduler answers to each step, see `sglang_server.Schedulers.run`."""
+    os.environ.update(variables)
+    if package := variables.get("SGLANG_EXTERNAL_MODEL_PACKAGE"):
         from sglang.srt.models import registry  # was imported before; it does this when it is
 
         registry.ModelRegistry.models.update(registry.import_model_classes(package))
-    if change := job.get("change"):
-        getattr(sglang_hooks, change)()
-    engine, answers = Engine(job["arguments"]), []
-    for step in job["steps"]:
-        if "update" in step:
-            answers.append(engine.update(step["update"]))
-        else:
-            answers.append(engine.ask(step.pop("ask"), **step))
-    return {"answers": answers}
+    if change:
+        getattr(importlib.import_module("e2e.sglang_hooks"), change)()
+    engine = Engine(arguments)
+    return [
+        engine.update(step["update"])
+        if "update" in step
+        else engine.ask(step["ask"], **{name: step[name] for name in step if name != "ask"})
+        for step in steps
+    ]
 
 
-def main() -> None:
-    answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # whatever else is printed
-
+def begin() -> None:
+    """What the process does first whose forks run schedulers."""
     import vua.sglang.storage  # noqa: F401
 
     gc.collect()
     gc.freeze()  # what is here now no fork looks at
-    for line in sys.stdin:
-        reading, writing = os.pipe()
-        if not (child := os.fork()):
-            os.close(reading)
-            try:
-                said = work(json.loads(line))
-            except BaseException:  # noqa: BLE001
-                said = {"problem": traceback.format_exc()}
-            with os.fdopen(writing, "w") as pipe:
-                pipe.write(json.dumps(said))
-            os._exit(0)
-        os.close(writing)
-        with os.fdopen(reading) as pipe:
-            said = pipe.read()
-        os.waitpid(child, 0)
-        answers.write((said or '{"problem": "the fork has ended"}') + "\n")
-        answers.flush()
-
-
-if __name__ == "__main__":
-    main()

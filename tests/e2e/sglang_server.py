@@ -16,14 +16,17 @@ import time
 import unittest
 import urllib.error
 import urllib.request
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import vua
 from e2e.damage import CHUNK
+from e2e.sglang_schedulers import answers
+from forks import Forker
 from vua.connector.config import sglang_arguments as engine_arguments
 
 PYTHON = os.environ.get("VUA_SGLANG_PYTHON")
@@ -42,22 +45,27 @@ _FORKING = (
 )
 """Starts the server's processes as forks: each would import SGLang anew, 20 s of CPU."""
 
-_ARGUMENTS = (
-    *("--device", "cpu", "--host", "127.0.0.1", "--attention-backend", "torch_native"),
-    *("--sampling-backend", "pytorch", "--grammar-backend", "none", "--disable-overlap-schedule"),
-    *("--disable-cuda-graph", "--skip-server-warmup"),
-    *("--mem-fraction-static", "0.3", "--max-total-tokens", "20000", "--context-length", "4096"),
-    *("--enable-hierarchical-cache", "--hicache-write-policy", "write_through"),
-    *("--hicache-io-backend", "direct", "--hicache-size", "1", "--page-size", str(CHUNK)),
-    *("--enable-cache-report", "--admin-api-key", "test"),
-    *("--hicache-storage-prefetch-policy", "wait_complete"),
-)
+_ON_CPU: dict[str, Any] = {
+    "device": "cpu",
+    "page_size": CHUNK,
+    "attention_backend": "torch_native",
+    "sampling_backend": "pytorch",
+    "grammar_backend": "none",
+    "mem_fraction_static": 0.3,
+    "max_total_tokens": 20000,
+    "context_length": 4096,
+    "disable_cuda_graph": True,
+    "disable_overlap_schedule": True,
+    "enable_hierarchical_cache": True,
+    "hicache_io_backend": "direct",
+    "hicache_size": 1,
+    "hicache_write_policy": "write_through",
+    "hicache_storage_prefetch_policy": "wait_complete",
+    "skip_server_warmup": True,
+}
+"""Fields of ``ServerArgs``."""
 
-_SWITCHES = (
-    *("disable_cuda_graph", "disable_overlap_schedule", "enable_hierarchical_cache"),
-    *("skip_server_warmup", "skip_tokenizer_init"),
-)
-
+_ASKED = ("--host", "127.0.0.1", "--enable-cache-report", "--admin-api-key", "test")
 _TICKS_S = 0.05
 """Files are not believed that are younger than the process: its start is known by the tick."""
 
@@ -100,42 +108,29 @@ def wait_until(what: str, seen: Callable[[], bool]) -> None:
 def scheduler_arguments(model: Path, root: Path | str, **more: Any) -> dict[str, Any]:
     """What ``ServerArgs`` takes for a server on the CPU with VUA in a directory."""
     return {
-        **dict.fromkeys(_SWITCHES, True),
+        **_ON_CPU,
         "model_path": str(model),
-        "device": "cpu",
         "dtype": "float32",
-        "page_size": CHUNK,
-        "attention_backend": "torch_native",
-        "sampling_backend": "pytorch",
-        "grammar_backend": "none",
-        "mem_fraction_static": 0.3,
-        "max_total_tokens": 4096,
-        "context_length": 2048,
-        "hicache_io_backend": "direct",
-        "hicache_size": 1,
+        "skip_tokenizer_init": True,
         "hicache_storage_backend": "dynamic",
-        "hicache_write_policy": "write_through",
-        "hicache_storage_prefetch_policy": "wait_complete",
         "hicache_storage_backend_extra_config": extra_config(root),
         **more,
     }
 
 
-class Schedulers:
-    """SGLang's schedulers, one after the other in one process, see `sglang_schedulers`."""
+def words(fields: dict[str, Any]) -> Iterator[str]:
+    """The same as arguments of a command line."""
+    for name, value in fields.items():
+        yield f"--{name.replace('_', '-')}"
+        yield from () if value is True else (str(value),)
+
+
+class Schedulers(Forker):
+    """SGLang's schedulers, one after the other in forks of one process, see `sglang_schedulers`."""
 
     def __init__(self) -> None:
         """Start the process that all of them are forks of."""
-        self._log = tempfile.TemporaryFile()  # noqa: SIM115 - lives as long as the process
-        self._process = subprocess.Popen(
-            [str(PYTHON), "-m", "e2e.sglang_schedulers"],
-            env=environment(),
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=self._log,
-            text=True,
-            start_new_session=True,
-        )
+        super().__init__("e2e.sglang_schedulers", environment(), str(PYTHON))
 
     def run(
         self,
@@ -146,36 +141,16 @@ class Schedulers:
     ) -> list[dict[str, Any]]:
         """What a server with these arguments and variables answers to each step.
 
-        ``change``: a function of `sglang_hooks`, which changes the engine.
+        A step is ``{"ask": ids, "new": 8, ...}`` or ``{"update": folder}``. ``change``: a function
+        of `sglang_hooks`, which changes the engine.
 
         Raises AssertionError: it does not start, or a step fails.
         """
-        job = {
-            "arguments": arguments, "variables": variables, "steps": steps, "change": change
-        }  # fmt: skip
-        stdin, stdout = self._process.stdin, self._process.stdout
-        assert stdin is not None
-        assert stdout is not None
         time.sleep(_TICKS_S)
-        stdin.write(json.dumps(job) + "\n")
-        stdin.flush()
-        said = json.loads(stdout.readline() or '{"problem": "the process has ended"}')
-        if "problem" in said:
-            raise AssertionError(said["problem"] + self.log[-3000:])
-        return list(said["answers"])
-
-    @property
-    def log(self) -> str:
-        self._log.seek(0)
-        return self._log.read().decode(errors="replace")
-
-    def close(self) -> None:
-        with suppress(ProcessLookupError):
-            os.killpg(self._process.pid, signal.SIGKILL)
-        for stream in (self._process.stdin, self._process.stdout, self._log):
-            if stream is not None:
-                stream.close()
-        self._process.wait()
+        ended = self.do(partial(answers, arguments, steps, change, variables), DEADLINE_S)
+        if ended.how != "well":
+            raise AssertionError(ended.log[-6000:])
+        return list(ended.value)
 
 
 @dataclass(frozen=True)
@@ -223,7 +198,7 @@ class Server:
         self._log = tempfile.TemporaryFile()  # noqa: SIM115 - lives as long as the server
         command = [str(PYTHON), "-c", _FORKING, "--model-path", str(model)]
         self._process = subprocess.Popen(
-            [*command, "--port", str(self._port), *_ARGUMENTS, *chosen, *arguments],
+            [*command, "--port", str(self._port), *words(_ON_CPU), *_ASKED, *chosen, *arguments],
             env=environment(),
             stdin=subprocess.DEVNULL,
             stdout=self._log,
