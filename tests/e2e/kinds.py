@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from functools import cache
 from pathlib import Path
 from typing import Any, Final, NamedTuple
@@ -13,56 +14,6 @@ from torch import Tensor
 from e2e.checkpoints import SIZES, edit, extended, make_adapter
 from e2e.harness import llama, make, models
 
-STATES: Final = "layers with states"
-KV: dict[str, Any] = {"num_key_value_heads": 2}
-HEADS = KV | {"head_dim": 32}
-TIED: dict[str, Any] = {"tie_word_embeddings": True, "initializer_range": 0.03}
-"""Small tied embeddings: larger ones outweigh all attention, and repeat the last token."""
-WINDOW: dict[str, Any] = {
-    "layer_types": ["sliding_attention", "full_attention"],
-    "sliding_window": 128,
-}
-EXPERTS: dict[str, Any] = {
-    "moe_intermediate_size": 64,
-    "num_experts": 4,
-    "num_experts_per_tok": 2,
-}
-LOCAL: dict[str, Any] = {"num_experts_per_tok": 2, "num_local_experts": 4}
-ROUTED: dict[str, Any] = {
-    "first_k_dense_replace": 1,
-    "moe_intermediate_size": 64,
-    "n_group": 1,
-    "n_routed_experts": 4,
-    "n_shared_experts": 1,
-    "num_experts_per_tok": 2,
-    "topk_group": 1,
-}
-GPT: dict[str, Any] = {"n_embd": 128, "n_head": 4, "n_layer": 2, "n_positions": 4096}
-GEMMA = HEADS | TIED | {"query_pre_attn_scalar": 32}
-GRANITE = KV | {"attention_multiplier": 0.18}
-DELTA: dict[str, Any] = {
-    "layer_types": ["linear_attention", "full_attention"] * 2,
-    "linear_key_head_dim": 128,
-    "linear_num_key_heads": 2,
-    "linear_num_value_heads": 2,
-    "linear_value_head_dim": 128,
-    "num_hidden_layers": 4,
-}
-SHORT: dict[str, Any] = {
-    "conv_L_cache": 3,
-    "conv_bias": False,
-    "layer_types": ["conv", "full_attention"] * 2,
-    "num_hidden_layers": 4,
-}
-LATENT: dict[str, Any] = {
-    "kv_lora_rank": 512,
-    "num_key_value_heads": 4,
-    "q_lora_rank": None,
-    "qk_nope_head_dim": 64,
-    "qk_rope_head_dim": 64,
-    "v_head_dim": 64,
-}
-
 
 class Kind(NamedTuple):
     """An architecture, and what is expected of it."""
@@ -70,347 +21,209 @@ class Kind(NamedTuple):
     model_type: str
     """Of transformers, which makes the checkpoint."""
     example: str
-    config: dict[str, Any] = {}  # noqa: RUF012 - read alone
+    config: dict[str, Any]
     """Beside `checkpoints.SIZES`."""
-    loaded: tuple[int, ...] = (640, 384)
+    loaded: tuple[int, ...]
     """Tokens that a longer prompt loads, and one that shares 400 tokens; empty: neither is asked,
     since the tokens depend on how vLLM cuts a prompt into steps."""
-    engine: dict[str, Any] = {}  # noqa: RUF012
-    why_tier: str = ""
+    engine: dict[str, Any]
+    why_tier: str
     """Why an engine takes the tier; empty: it takes the connector."""
-    cannot: str = ""
+    cannot: str
     """Why nothing is stored on a CPU, as vLLM or VUA says it: it is described alone."""
 
 
+_PARTS: Final = """\
+KV: num_key_value_heads=2
+HEADS: KV head_dim=32
+TIED: tie_word_embeddings=true initializer_range=0.03
+WINDOW: layer_types=["sliding_attention","full_attention"] sliding_window=128
+EXPERTS: moe_intermediate_size=64 num_experts=4 num_experts_per_tok=2
+LOCAL: num_experts_per_tok=2 num_local_experts=4
+ROUTED: first_k_dense_replace=1 moe_intermediate_size=64 n_group=1 n_routed_experts=4
+    n_shared_experts=1 num_experts_per_tok=2 topk_group=1
+GPT: n_embd=128 n_head=4 n_layer=2 n_positions=4096
+GEMMA: HEADS TIED query_pre_attn_scalar=32
+GRANITE: KV attention_multiplier=0.18
+DELTA: layer_types=["linear_attention","full_attention","linear_attention","full_attention"]
+    linear_key_head_dim=128 linear_num_key_heads=2 linear_num_value_heads=2
+    linear_value_head_dim=128 num_hidden_layers=4
+SHORT: conv_L_cache=3 conv_bias=false
+    layer_types=["conv","full_attention","conv","full_attention"] num_hidden_layers=4
+LATENT: kv_lora_rank=512 num_key_value_heads=4 q_lora_rank=null qk_nope_head_dim=64
+    qk_rope_head_dim=64 v_head_dim=64
+"""
+"""What several have in common: values in JSON. The small tied embeddings: larger ones outweigh all
+attention, and repeat the last token."""
+
+_ARCHITECTURES: Final = """\
+Afmoe afmoe (Trinity): HEADS WINDOW EXPERTS n_group=1 num_dense_layers=1 num_shared_experts=1
+    route_norm=true score_func="sigmoid" topk_group=1
+Apertus apertus (Apertus): KV
+Arcee arcee (AFM): HEADS
+Bloom bloom (BLOOM): n_head=4 n_layer=2 tie_word_embeddings=true
+Cohere cohere (Command R): KV TIED logit_scale=1.0
+Cohere2 cohere2 (Command A): HEADS TIED WINDOW logit_scale=1.0
+Cohere2Moe cohere2_moe (Command A+): HEADS TIED WINDOW logit_scale=1.0 num_experts=4
+    num_experts_per_tok=2
+Cwm cwm (CWM): HEADS WINDOW
+Ernie4_5 ernie4_5 (ERNIE 4.5): HEADS
+Ernie4_5_Moe ernie4_5_moe (ERNIE 4.5 MoE): KV moe_intermediate_size=64 moe_k=2 moe_num_experts=4
+    moe_num_shared_experts=1
+Exaone4 exaone4 (EXAONE 4): KV WINDOW
+ExaoneMoe exaone_moe (K-EXAONE): KV WINDOW EXPERTS first_k_dense_replace=1 num_shared_experts=1
+Falcon falcon (Falcon): alibi=false bias=false new_decoder_architecture=false
+FlexOlmo flex_olmo (FlexOlmo): KV num_experts=4 num_experts_per_tok=2
+GPT2LMHeadModel gpt2 (GPT-2): GPT
+GPTBigCode gpt_bigcode (StarCoder): GPT
+GPTJ gptj (GPT-J): GPT rotary_dim=16
+GPTNeoX gpt_neox (Pythia):
+Gemma gemma (Gemma): HEADS TIED
+Gemma2 gemma2 (Gemma 2): GEMMA WINDOW
+Gemma3 gemma3_text (Gemma 3): GEMMA WINDOW
+Gemma3n gemma3n_text (Gemma 3n): HEADS TIED activation_sparsity_pattern=[0.0,0.0,0.0,0.0]
+    altup_num_inputs=2 hidden_size_per_layer_input=16 laurel_rank=8
+    layer_types=["sliding_attention","full_attention","sliding_attention","full_attention"]
+    num_hidden_layers=4 num_kv_shared_layers=2 sliding_window=128 vocab_size_per_layer_input=512
+Gemma4 gemma4_text (Gemma 4): KV TIED global_head_dim=64 head_dim=32
+    hidden_size_per_layer_input=16
+    layer_types=["sliding_attention","full_attention","sliding_attention","full_attention"]
+    num_global_key_value_heads=1 num_hidden_layers=4 num_kv_shared_layers=0 sliding_window=128
+    vocab_size_per_layer_input=512
+Glm glm (GLM-4 9B): HEADS
+Glm4 glm4 (GLM-4 0414): HEADS
+Glm4Moe glm4_moe (GLM-4.5): HEADS ROUTED
+GptOss gpt_oss (gpt-oss): HEADS WINDOW LOCAL
+Granite granite (Granite 3): GRANITE
+GraniteMoe granitemoe (Granite 3 MoE): GRANITE LOCAL
+GraniteMoeShared granitemoeshared (Granite MoE, shared): GRANITE LOCAL shared_intermediate_size=64
+GraniteMoeSWA granitemoe_swa (Granite MoE with windows): GRANITE LOCAL WINDOW
+    shared_intermediate_size=64
+GraniteSWA granite_swa (Granite with windows): GRANITE WINDOW
+HYV3 hy_v3 (Hunyuan 3): HEADS EXPERTS expert_hidden_dim=64 first_k_dense_replace=1
+    mlp_layer_types=["dense","sparse"] num_shared_experts=1 qk_norm=true route_norm=true
+Helium helium (Helium): HEADS
+HunYuanDenseV1 hunyuan_v1_dense (Hunyuan): HEADS
+HunYuanMoEV1 hunyuan_v1_moe (Hunyuan A13B): HEADS moe_topk=2 num_experts=4
+HyperCLOVAX hyperclovax (HyperCLOVA X): KV
+Jais2 jais2 (Jais 2): HEADS
+Lfm2 lfm2 (LFM2): KV SHORT block_auto_adjust_ff_dim=false block_dim=128 block_ff_dim=256
+    conv_dim=128
+Lfm2Moe lfm2_moe (LFM2 MoE): KV SHORT EXPERTS num_dense_layers=1
+Llama llama (Llama 2 and 3): KV
+Llama4 llama4_text (Llama 4): HEADS attention_chunk_size=512 interleave_moe_layer_step=2
+    intermediate_size_mlp=256
+    layer_types=["chunked_attention","chunked_attention","chunked_attention","full_attention"]
+    num_experts_per_tok=1 num_hidden_layers=4 num_local_experts=2
+Mellum mellum (Mellum 2): HEADS WINDOW EXPERTS
+MiMoV2Flash mimo_v2_flash (MiMo V2 Flash): HEADS WINDOW ROUTED hybrid_layer_pattern=[1,0]
+    layernorm_epsilon=1e-05 mlp_layer_types=["dense","sparse"] moe_layer_freq=[0,1]
+    sliding_window_size=128 swa_head_dim=32 swa_num_attention_heads=4 swa_num_key_value_heads=2
+    swa_v_head_dim=32 v_head_dim=32
+MiniCPM3 minicpm3 (MiniCPM 3): dim_model_base=128 kv_lora_rank=64 num_key_value_heads=4
+    q_lora_rank=64 qk_nope_head_dim=64 qk_rope_head_dim=32 scale_emb=1 v_head_dim=64
+Ministral3 ministral3 (Ministral 3): HEADS
+Mistral mistral (Mistral 7B v0.3): HEADS sliding_window=null
+Mixtral mixtral (Mixtral): KV LOCAL
+NanoChat nanochat (nanochat): KV
+OPT opt (OPT): do_layer_norm_before=true ffn_dim=256 init_std=0.25 num_key_value_heads=4
+    word_embed_proj_dim=128
+Olmo olmo (OLMo): KV
+Olmo2 olmo2 (OLMo 2): KV
+Olmo3 olmo3 (OLMo 3): KV WINDOW
+Olmoe olmoe (OLMoE): KV num_experts=4 num_experts_per_tok=2
+Phi phi (Phi 2): KV
+Phi3 phi3 (Phi 3 and 4): KV
+Qwen2 qwen2 (Qwen 2 and 2.5): KV
+Qwen2Moe qwen2_moe (Qwen 1.5 MoE): KV EXPERTS shared_expert_intermediate_size=64
+Qwen3 qwen3 (Qwen 3): HEADS
+Qwen3Moe qwen3_moe (Qwen 3 MoE): HEADS EXPERTS
+Qwen3Next qwen3_next (Qwen3-Next): DELTA EXPERTS head_dim=64 mlp_only_layers=[]
+    num_key_value_heads=4 shared_expert_intermediate_size=64
+SeedOss seed_oss (Seed-OSS): HEADS
+SmolLM3 smollm3 (SmolLM3): KV no_rope_layers=[1,0]
+SolarOpen solar_open (Solar Open): HEADS ROUTED
+StableLm stablelm (StableLM 2): KV
+Starcoder2 starcoder2 (StarCoder2): KV
+VaultGemma vaultgemma (VaultGemma): GEMMA WINDOW
+DeepseekV2 deepseek_v2 (DeepSeek V2): LATENT ROUTED
+DeepseekV3 deepseek_v3 (DeepSeek V3, Kimi K2): LATENT ROUTED q_lora_rank=64 topk_method="noaux_tc"
+DeepseekV32 deepseek_v32 (DeepSeek V3.2): LATENT ROUTED q_lora_rank=64 index_head_dim=64
+    index_n_heads=4 index_topk=64
+FalconH1 falcon_h1 (Falcon-H1): HEADS mamba_d_ssm=128 mamba_d_state=16 mamba_n_heads=4
+Glm4MoeLite glm4_moe_lite (GLM-4.7 Flash): LATENT ROUTED q_lora_rank=64
+    mlp_layer_types=["dense","sparse"]
+GlmMoeDsa glm_moe_dsa (GLM-5): LATENT ROUTED q_lora_rank=64 index_topk=64
+GraniteMoeHybrid granitemoehybrid (Granite 4): GRANITE LOCAL layer_types=["mamba","attention"]
+    mamba_d_state=16 mamba_n_heads=8 shared_intermediate_size=64
+HrmText hrm_text (HRM-Text): head_dim=32 num_hidden_layers=1
+Jamba jamba (Jamba): KV attn_layer_offset=1 attn_layer_period=2 num_experts=4
+    num_experts_per_tok=2 use_mamba_kernels=false
+Mamba mamba (Mamba): state_size=16
+MiniMaxM2 minimax_m2 (MiniMax M2): HEADS LOCAL intermediate_size=64 rotary_dim=16
+    scoring_func="sigmoid" use_qk_norm=true use_routing_bias=true
+NemotronH nemotron_h (Nemotron-H): HEADS chunk_size=64 conv_kernel=4
+    layers_block_type=["mamba","attention","mamba","mlp"] mamba_head_dim=32 mamba_num_heads=8
+    n_groups=1 num_hidden_layers=4 ssm_state_size=16
+Zamba2 zamba2 (Zamba 2): layers_block_type=["mamba","hybrid"] mamba_d_state=16 n_mamba_heads=8
+"""
+"""Class without its ending, transformers' type, what people serve of it, the configuration."""
+
+STATES: Final = "Lfm2 Lfm2Moe Qwen3Next FalconH1 GraniteMoeHybrid Jamba Mamba NemotronH Zamba2"
+_TIER: Final = {
+    "layers with states": STATES,
+    "heads that differ": "Gemma4",
+    "attention within chunks": "Llama4",
+    "an indexer": "DeepseekV32 GlmMoeDsa",
+}
+_CANNOT: Final = {
+    "MLA backend cannot continue a cached prefix": "DeepseekV2 DeepseekV3 Glm4MoeLite",
+    "Sparse Attention is not supported on CPU": "DeepseekV32 GlmMoeDsa",
+    "and for states --enable-prefix-caching": "FalconH1 GraniteMoeHybrid NemotronH Zamba2",
+    "of which vLLM itself caches no prefix": "HrmText",
+    "selective_scan_fwd": "Jamba Mamba",
+    'assert self.scoring_func == "softmax"': "MiniMaxM2",
+}
 ALIGNED: dict[str, Any] = {"enable_prefix_caching": True}
 DELTA_ENGINE = ALIGNED | {"dtype": "bfloat16", "mamba_ssm_cache_dtype": "float32"}
 SHORT_ENGINE = ALIGNED | {"max_num_batched_tokens": 512}
-UNKEPT: dict[str, Any] = {"enable_prefix_caching": False}
-NO_STATES: Final = "and for states --enable-prefix-caching"
-NO_MLA: Final = "MLA backend cannot continue a cached prefix"
-NO_SCAN: Final = "selective_scan_fwd"
-NO_SPARSE: Final = "Sparse Attention is not supported on CPU"
+_ENGINES: Final = {"Lfm2": SHORT_ENGINE, "Lfm2Moe": SHORT_ENGINE, "Qwen3Next": DELTA_ENGINE}
+_LOADED: Final[dict[str, tuple[int, ...]]] = {"Lfm2": (), "Lfm2Moe": (), "Qwen3Next": (640, 0)}
 
-KINDS: dict[str, Kind] = {
-    "AfmoeForCausalLM": Kind(
-        *("afmoe", "Trinity"),
-        HEADS
-        | WINDOW
-        | EXPERTS
-        | {"n_group": 1, "num_dense_layers": 1, "num_shared_experts": 1, "route_norm": True}
-        | {"score_func": "sigmoid", "topk_group": 1},
-    ),
-    "ApertusForCausalLM": Kind("apertus", "Apertus", KV),
-    "ArceeForCausalLM": Kind("arcee", "AFM", HEADS),
-    "BloomForCausalLM": Kind(
-        "bloom", "BLOOM", {"n_head": 4, "n_layer": 2, "tie_word_embeddings": True}
-    ),
-    "CohereForCausalLM": Kind("cohere", "Command R", KV | TIED | {"logit_scale": 1.0}),
-    "Cohere2ForCausalLM": Kind(
-        *("cohere2", "Command A"), HEADS | TIED | WINDOW | {"logit_scale": 1.0}
-    ),
-    "Cohere2MoeForCausalLM": Kind(
-        *("cohere2_moe", "Command A+"),
-        HEADS | TIED | WINDOW | {"logit_scale": 1.0, "num_experts": 4, "num_experts_per_tok": 2},
-    ),
-    "CwmForCausalLM": Kind("cwm", "CWM", HEADS | WINDOW),
-    "Ernie4_5ForCausalLM": Kind("ernie4_5", "ERNIE 4.5", HEADS),
-    "Ernie4_5_MoeForCausalLM": Kind(
-        *("ernie4_5_moe", "ERNIE 4.5 MoE"),
-        KV
-        | {"moe_intermediate_size": 64, "moe_k": 2, "moe_num_experts": 4}
-        | {"moe_num_shared_experts": 1},
-    ),
-    "Exaone4ForCausalLM": Kind("exaone4", "EXAONE 4", KV | WINDOW),
-    "ExaoneMoeForCausalLM": Kind(
-        *("exaone_moe", "K-EXAONE"),
-        KV | WINDOW | EXPERTS | {"first_k_dense_replace": 1, "num_shared_experts": 1},
-    ),
-    "FalconForCausalLM": Kind(
-        *("falcon", "Falcon"), {"alibi": False, "bias": False, "new_decoder_architecture": False}
-    ),
-    "FlexOlmoForCausalLM": Kind(
-        "flex_olmo", "FlexOlmo", KV | {"num_experts": 4, "num_experts_per_tok": 2}
-    ),
-    "GPT2LMHeadModel": Kind("gpt2", "GPT-2", GPT),
-    "GPTBigCodeForCausalLM": Kind("gpt_bigcode", "StarCoder", GPT),
-    "GPTJForCausalLM": Kind("gptj", "GPT-J", GPT | {"rotary_dim": 16}),
-    "GPTNeoXForCausalLM": Kind("gpt_neox", "Pythia"),
-    "GemmaForCausalLM": Kind("gemma", "Gemma", HEADS | TIED),
-    "Gemma2ForCausalLM": Kind("gemma2", "Gemma 2", GEMMA | WINDOW),
-    "Gemma3ForCausalLM": Kind("gemma3_text", "Gemma 3", GEMMA | WINDOW),
-    "Gemma3nForCausalLM": Kind(
-        *("gemma3n_text", "Gemma 3n"),
-        HEADS
-        | TIED
-        | {
-            "activation_sparsity_pattern": [0.0] * 4,
-            "altup_num_inputs": 2,
-            "hidden_size_per_layer_input": 16,
-            "laurel_rank": 8,
-            "layer_types": ["sliding_attention", "full_attention"] * 2,
-            "num_hidden_layers": 4,
-            "num_kv_shared_layers": 2,
-            "sliding_window": 128,
-            "vocab_size_per_layer_input": 512,
-        },
-    ),
-    "Gemma4ForCausalLM": Kind(
-        *("gemma4_text", "Gemma 4"),
-        KV
-        | TIED
-        | {
-            "global_head_dim": 64,
-            "head_dim": 32,
-            "hidden_size_per_layer_input": 16,
-            "layer_types": ["sliding_attention", "full_attention"] * 2,
-            "num_global_key_value_heads": 1,
-            "num_hidden_layers": 4,
-            "num_kv_shared_layers": 0,
-            "sliding_window": 128,
-            "vocab_size_per_layer_input": 512,
-        },
-        why_tier="heads that differ",
-    ),
-    "GlmForCausalLM": Kind("glm", "GLM-4 9B", HEADS),
-    "Glm4ForCausalLM": Kind("glm4", "GLM-4 0414", HEADS),
-    "Glm4MoeForCausalLM": Kind("glm4_moe", "GLM-4.5", HEADS | ROUTED),
-    "GptOssForCausalLM": Kind("gpt_oss", "gpt-oss", HEADS | WINDOW | LOCAL),
-    "GraniteForCausalLM": Kind("granite", "Granite 3", GRANITE),
-    "GraniteMoeForCausalLM": Kind("granitemoe", "Granite 3 MoE", GRANITE | LOCAL),
-    "GraniteMoeSharedForCausalLM": Kind(
-        *("granitemoeshared", "Granite MoE, shared"),
-        GRANITE | LOCAL | {"shared_intermediate_size": 64},
-    ),
-    "GraniteMoeSWAForCausalLM": Kind(
-        *("granitemoe_swa", "Granite MoE with windows"),
-        GRANITE | LOCAL | WINDOW | {"shared_intermediate_size": 64},
-    ),
-    "GraniteSWAForCausalLM": Kind("granite_swa", "Granite with windows", GRANITE | WINDOW),
-    "HYV3ForCausalLM": Kind(
-        *("hy_v3", "Hunyuan 3"),
-        HEADS
-        | EXPERTS
-        | {
-            "expert_hidden_dim": 64,
-            "first_k_dense_replace": 1,
-            "mlp_layer_types": ["dense", "sparse"],
-            "num_shared_experts": 1,
-            "qk_norm": True,
-            "route_norm": True,
-        },
-    ),
-    "HeliumForCausalLM": Kind("helium", "Helium", HEADS),
-    "HunYuanDenseV1ForCausalLM": Kind("hunyuan_v1_dense", "Hunyuan", HEADS),
-    "HunYuanMoEV1ForCausalLM": Kind(
-        "hunyuan_v1_moe", "Hunyuan A13B", HEADS | {"moe_topk": 2, "num_experts": 4}
-    ),
-    "HyperCLOVAXForCausalLM": Kind("hyperclovax", "HyperCLOVA X", KV),
-    "Jais2ForCausalLM": Kind("jais2", "Jais 2", HEADS),
-    "Lfm2ForCausalLM": Kind(
-        *("lfm2", "LFM2"),
-        KV
-        | SHORT
-        | {"block_auto_adjust_ff_dim": False, "block_dim": 128, "block_ff_dim": 256}
-        | {"conv_dim": 128},
-        *((), SHORT_ENGINE),
-        why_tier=STATES,
-    ),
-    "Lfm2MoeForCausalLM": Kind(
-        *("lfm2_moe", "LFM2 MoE", KV | SHORT | EXPERTS | {"num_dense_layers": 1}),
-        *((), SHORT_ENGINE),
-        why_tier=STATES,
-    ),
-    "LlamaForCausalLM": Kind("llama", "Llama 2 and 3", KV),
-    "Llama4ForCausalLM": Kind(
-        *("llama4_text", "Llama 4"),
-        HEADS
-        | {
-            "attention_chunk_size": 512,
-            "interleave_moe_layer_step": 2,
-            "intermediate_size_mlp": 256,
-            "layer_types": ["chunked_attention"] * 3 + ["full_attention"],
-            "num_experts_per_tok": 1,
-            "num_hidden_layers": 4,
-            "num_local_experts": 2,
-        },
-        why_tier="attention within chunks",
-    ),
-    "MellumForCausalLM": Kind("mellum", "Mellum 2", HEADS | WINDOW | EXPERTS),
-    "MiMoV2FlashForCausalLM": Kind(
-        *("mimo_v2_flash", "MiMo V2 Flash"),
-        HEADS
-        | WINDOW
-        | ROUTED
-        | {
-            "hybrid_layer_pattern": [1, 0],
-            "layernorm_epsilon": 1e-5,
-            "mlp_layer_types": ["dense", "sparse"],
-            "moe_layer_freq": [0, 1],
-            "sliding_window_size": 128,
-            "swa_head_dim": 32,
-            "swa_num_attention_heads": 4,
-            "swa_num_key_value_heads": 2,
-            "swa_v_head_dim": 32,
-            "v_head_dim": 32,
-        },
-    ),
-    "MiniCPM3ForCausalLM": Kind(
-        *("minicpm3", "MiniCPM 3"),
-        {
-            "dim_model_base": 128,
-            "kv_lora_rank": 64,
-            "num_key_value_heads": 4,
-            "q_lora_rank": 64,
-            "qk_nope_head_dim": 64,
-            "qk_rope_head_dim": 32,
-            "scale_emb": 1,
-            "v_head_dim": 64,
-        },
-    ),
-    "Ministral3ForCausalLM": Kind("ministral3", "Ministral 3", HEADS),
-    "MistralForCausalLM": Kind("mistral", "Mistral 7B v0.3", HEADS | {"sliding_window": None}),
-    "MixtralForCausalLM": Kind("mixtral", "Mixtral", KV | LOCAL),
-    "NanoChatForCausalLM": Kind("nanochat", "nanochat", KV),
-    "OPTForCausalLM": Kind(
-        *("opt", "OPT"),
-        {"do_layer_norm_before": True, "ffn_dim": 256, "init_std": 0.25}
-        | {"num_key_value_heads": 4, "word_embed_proj_dim": 128},
-    ),
-    "OlmoForCausalLM": Kind("olmo", "OLMo", KV),
-    "Olmo2ForCausalLM": Kind("olmo2", "OLMo 2", KV),
-    "Olmo3ForCausalLM": Kind("olmo3", "OLMo 3", KV | WINDOW),
-    "OlmoeForCausalLM": Kind("olmoe", "OLMoE", KV | {"num_experts": 4, "num_experts_per_tok": 2}),
-    "PhiForCausalLM": Kind("phi", "Phi 2", KV),
-    "Phi3ForCausalLM": Kind("phi3", "Phi 3 and 4", KV),
-    "Qwen2ForCausalLM": Kind("qwen2", "Qwen 2 and 2.5", KV),
-    "Qwen2MoeForCausalLM": Kind(
-        *("qwen2_moe", "Qwen 1.5 MoE"), KV | EXPERTS | {"shared_expert_intermediate_size": 64}
-    ),
-    "Qwen3ForCausalLM": Kind("qwen3", "Qwen 3", HEADS),
-    "Qwen3MoeForCausalLM": Kind("qwen3_moe", "Qwen 3 MoE", HEADS | EXPERTS),
-    "Qwen3NextForCausalLM": Kind(
-        *("qwen3_next", "Qwen3-Next"),
-        DELTA
-        | EXPERTS
-        | {"head_dim": 64, "mlp_only_layers": [], "num_key_value_heads": 4}
-        | {"shared_expert_intermediate_size": 64},
-        *((640, 0), DELTA_ENGINE),
-        why_tier=STATES,
-    ),
-    "SeedOssForCausalLM": Kind("seed_oss", "Seed-OSS", HEADS),
-    "SmolLM3ForCausalLM": Kind("smollm3", "SmolLM3", KV | {"no_rope_layers": [1, 0]}),
-    "SolarOpenForCausalLM": Kind("solar_open", "Solar Open", HEADS | ROUTED),
-    "StableLmForCausalLM": Kind("stablelm", "StableLM 2", KV),
-    "Starcoder2ForCausalLM": Kind("starcoder2", "StarCoder2", KV),
-    "VaultGemmaForCausalLM": Kind("vaultgemma", "VaultGemma", GEMMA | WINDOW),
-    # Those of which nothing is stored on a CPU.
-    "DeepseekV2ForCausalLM": Kind("deepseek_v2", "DeepSeek V2", LATENT | ROUTED, cannot=NO_MLA),
-    "DeepseekV3ForCausalLM": Kind(
-        *("deepseek_v3", "DeepSeek V3, Kimi K2"),
-        LATENT | ROUTED | {"q_lora_rank": 64, "topk_method": "noaux_tc"},
-        cannot=NO_MLA,
-    ),
-    "DeepseekV32ForCausalLM": Kind(
-        *("deepseek_v32", "DeepSeek V3.2"),
-        LATENT
-        | ROUTED
-        | {"index_head_dim": 64, "index_n_heads": 4, "index_topk": 64, "q_lora_rank": 64},
-        why_tier="an indexer",
-        cannot=NO_SPARSE,
-    ),
-    "FalconH1ForCausalLM": Kind(
-        *("falcon_h1", "Falcon-H1"),
-        HEADS | {"mamba_d_ssm": 128, "mamba_d_state": 16, "mamba_n_heads": 4},
-        engine=UNKEPT,
-        why_tier=STATES,
-        cannot=NO_STATES,
-    ),
-    "Glm4MoeLiteForCausalLM": Kind(
-        *("glm4_moe_lite", "GLM-4.7 Flash"),
-        LATENT | ROUTED | {"mlp_layer_types": ["dense", "sparse"], "q_lora_rank": 64},
-        cannot=NO_MLA,
-    ),
-    "GlmMoeDsaForCausalLM": Kind(
-        *("glm_moe_dsa", "GLM-5"),
-        LATENT | ROUTED | {"index_topk": 64, "q_lora_rank": 64},
-        why_tier="an indexer",
-        cannot=NO_SPARSE,
-    ),
-    "GraniteMoeHybridForCausalLM": Kind(
-        *("granitemoehybrid", "Granite 4"),
-        GRANITE
-        | LOCAL
-        | {
-            "layer_types": ["mamba", "attention"],
-            "mamba_d_state": 16,
-            "mamba_n_heads": 8,
-            "shared_intermediate_size": 64,
-        },
-        engine=UNKEPT,
-        why_tier=STATES,
-        cannot=NO_STATES,
-    ),
-    "HrmTextForCausalLM": Kind(
-        *("hrm_text", "HRM-Text"),
-        {"head_dim": 32, "num_hidden_layers": 1},
-        cannot="of which vLLM itself caches no prefix",
-    ),
-    "JambaForCausalLM": Kind(
-        *("jamba", "Jamba"),
-        KV
-        | {
-            "attn_layer_offset": 1,
-            "attn_layer_period": 2,
-            "num_experts": 4,
-            "num_experts_per_tok": 2,
-            "use_mamba_kernels": False,
-        },
-        engine=UNKEPT,
-        why_tier=STATES,
-        cannot=NO_SCAN,
-    ),
-    "MambaForCausalLM": Kind(
-        *("mamba", "Mamba", {"state_size": 16}),
-        engine=UNKEPT,
-        why_tier=STATES,
-        cannot=NO_SCAN,
-    ),
-    "MiniMaxM2ForCausalLM": Kind(
-        *("minimax_m2", "MiniMax M2"),
-        HEADS
-        | LOCAL
-        | {"intermediate_size": 64, "rotary_dim": 16, "scoring_func": "sigmoid"}
-        | {"use_qk_norm": True, "use_routing_bias": True},
-        cannot='assert self.scoring_func == "softmax"',
-    ),
-    "NemotronHForCausalLM": Kind(
-        *("nemotron_h", "Nemotron-H"),
-        HEADS
-        | {
-            "chunk_size": 64,
-            "conv_kernel": 4,
-            "layers_block_type": ["mamba", "attention", "mamba", "mlp"],
-            "mamba_head_dim": 32,
-            "mamba_num_heads": 8,
-            "n_groups": 1,
-            "num_hidden_layers": 4,
-            "ssm_state_size": 16,
-        },
-        engine=UNKEPT,
-        why_tier=STATES,
-        cannot=NO_STATES,
-    ),
-    "Zamba2ForCausalLM": Kind(
-        *("zamba2", "Zamba 2"),
-        {"layers_block_type": ["mamba", "hybrid"], "mamba_d_state": 16, "n_mamba_heads": 8},
-        engine=UNKEPT,
-        why_tier=STATES,
-        cannot=NO_STATES,
-    ),
-}
+
+def _config(words: str, parts: dict[str, dict[str, Any]]) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for word in words.split():
+        name, is_value, value = word.partition("=")
+        found |= {name: json.loads(value)} if is_value else parts[name]
+    return found
+
+
+def _rows(table: str) -> list[list[str]]:
+    return [row.split(":", 1) for row in re.sub(r"\n +", " ", table).splitlines()]
+
+
+def _kinds() -> dict[str, Kind]:
+    parts: dict[str, dict[str, Any]] = {}
+    for name, words in _rows(_PARTS):
+        parts[name] = _config(words, parts)
+    found = {}
+    for head, words in _rows(_ARCHITECTURES):
+        name, model_type, example = head.rstrip(")").replace("(", "").split(" ", 2)
+        tier, cannot = (
+            next((why for why, names in table.items() if name in names.split()), "")
+            for table in (_TIER, _CANNOT)
+        )
+        unkept = {"enable_prefix_caching": False} if name in STATES.split() else {}
+        found[name if name.endswith("Model") else f"{name}ForCausalLM"] = Kind(
+            *(model_type, example, _config(words, parts)),
+            *(_LOADED.get(name, (640, 384)), _ENGINES.get(name, unkept), tier, cannot),
+        )
+    return found
+
+
+KINDS: Final = _kinds()
 """By the name that a checkpoint's config.json has, and by which vLLM knows it."""
-
 
 BY_TURNS: dict[str, Any] = {
     "layer_types": ["sliding_attention", "full_attention"] * 2,
