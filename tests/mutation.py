@@ -1,12 +1,11 @@
 """Small errors in `capacity`, `store` and `connector`, and which tests notice them.
 
-    python dev.py mutate [--mutants 60] [--seed 1] [--minutes 60] [--map FILE]
+    python dev.py mutate [--mutants 60] [--seed 1] [--minutes 60]
 
 Sites are found in the syntax trees: comparisons, `and` and `or`, `not`, numbers, truth values,
 guards that leave a function, calls made for what they do. A sample is drawn by the text of each, so
 that moving code does not change it. Every one is made in a copy of the source, and the quick tests
-that call the function run against it, the fastest first, until one fails. Tests of other functions
-are not run.
+of its room run against it until one fails.
 
 A mutant that changes nothing anybody could see also counts as survived: read the table.
 """
@@ -15,26 +14,21 @@ from __future__ import annotations
 
 import argparse
 import ast
-import ctypes
 import hashlib
 import importlib
-import json
 import os
 import shutil
-import signal
 import sys
 import tempfile
-import threading
 import time
-import traceback
-from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import pytest
+
+from forks import forked
 
 TESTS = Path(__file__).resolve().parent
 ROOT = TESTS.parent
@@ -42,12 +36,8 @@ SOURCE = ROOT / "src"
 ROOMS = ("capacity", "store", "connector")
 QUICK = "not thorough and not soak and not gpu"
 PYTEST = ("-q", "-p", "no:cacheprovider", "--assert=plain")
-BELONG = ("capacity", "store", "connector", "vllm", "format", "testing", "cli", "device")
-"""Folders of tests/unit that call these rooms; so does tests/unit/test_core.py."""
 PRELOADED = ("torch", "numpy", "vllm.v1.outputs", "vllm.v1.core.sched.scheduler")
 """Imported once, before every mutant's process is forked. Nothing of VUA."""
-TESTS_S = 10.0
-"""A mutant meets the fastest of its tests, so many seconds of them."""
 SLOWER = 6
 """How much longer than without a mutant the tests may take; then it counts as noticed."""
 FLIPPED: dict[type[ast.AST], type[ast.AST]] = {
@@ -67,7 +57,6 @@ FLIPPED: dict[type[ast.AST], type[ast.AST]] = {
     ast.Sub: ast.Add,
 }
 TALK = ("log", "warnings", "logging")
-PR_SET_PDEATHSIG = 1  # linux/prctl.h: nobody is left behind
 LEAVES = (ast.Return, ast.Continue, ast.Break, ast.Raise)
 
 
@@ -190,151 +179,61 @@ def chosen(many: int, seed: int) -> list[Mutant]:
     return [mutant for row in zip(*samples, strict=False) for mutant in row]
 
 
-# -- which tests call what -------------------------------------------------------------------
-
-
-class Calls:
-    """A pytest plugin that notes which functions each test calls, and how long it takes."""
-
-    def __init__(self) -> None:
-        self.tests: dict[str, tuple[float, set[str]]] = {}
-        self.failed: set[str] = set()
-        self._now: set[str] = set()
-        self._start = f"{SOURCE}/"
-
-    def _look(self, frame: FrameType, event: str, _: Any) -> None:
-        """Called by the interpreter when a function is; returns None: not for its lines."""
-        code = frame.f_code
-        if code.co_filename.startswith(self._start):
-            self._now.add(f"{code.co_filename.removeprefix(self._start)}:{code.co_firstlineno}")
-
-    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        """Leave out a test that fails without a mutant."""
-        if report.failed:
-            self.failed.add(report.nodeid)
-
-    @pytest.hookimpl(hookwrapper=True)
-    def pytest_runtest_protocol(self, item: pytest.Item) -> Iterator[None]:
-        self._now, began = set(), time.monotonic()
-        threading.settrace(self._look)
-        sys.settrace(self._look)
-        yield
-        sys.settrace(None)
-        self.tests[item.nodeid] = (time.monotonic() - began, self._now)
-
-
-def function_lines(path: str) -> dict[str, int]:
-    """Where the functions of a file begin, by name with class; decorators count."""
-    found = {}
-
-    def look(node: ast.AST, inside: str) -> None:
-        for child in ast.iter_child_nodes(node):
-            name = inside
-            if isinstance(child, ast.FunctionDef | ast.ClassDef):
-                name = f"{inside}.{child.name}" if inside else child.name
-                found[name] = min([child.lineno, *(d.lineno for d in child.decorator_list)])
-            look(child, name)
-
-    look(ast.parse((SOURCE / path).read_text()), "")
-    return found
-
-
-def in_child(work: Callable[[], Any], source: Path, timeout_s: float) -> Any:
-    """What ``work`` returns in a forked process that imports VUA from ``source``; None: no end.
-
-    Raises RuntimeError with what it printed when it broke.
-    """
-    with tempfile.TemporaryDirectory(prefix="vua-mutation-") as folder:
-        Path(folder).chmod(0o711)  # some tests are another user for a while
-        answer, pid = Path(folder, "answer"), os.fork()
-        if pid == 0:
-            try:
-                os.setsid()
-                ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-                log = os.open(Path(folder, "log"), os.O_WRONLY | os.O_CREAT, 0o600)
-                os.dup2(log, 1)
-                os.dup2(log, 2)
-                sys.path[:0] = [str(source), str(TESTS)]
-                os.environ["PYTHONPATH"] = f"{source}:{TESTS}"
-                os.environ["TMPDIR"] = tempfile.tempdir = folder
-                answer.write_text(json.dumps(work()))
-            except BaseException:  # noqa: BLE001 - the parent shows it
-                traceback.print_exc()
-            finally:
-                sys.stderr.flush()
-                os._exit(0)
-        stop_s = time.monotonic() + timeout_s
-        while os.waitpid(pid, os.WNOHANG)[0] == 0:
-            if time.monotonic() > stop_s:
-                os.killpg(pid, signal.SIGKILL)
-                os.waitpid(pid, 0)
-                return None
-            time.sleep(0.05)
-        if not answer.exists():
-            raise RuntimeError(Path(folder, "log").read_text()[-4000:])
-        return json.loads(answer.read_text())
-
-
-def call_map() -> dict[str, tuple[float, list[str]]]:
-    """Per test how long it takes, and the functions (``path:line``) that it calls. For a child."""
-    calls = Calls()
-    folders = [f"tests/unit/{name}" for name in BELONG]
-    asked = [*folders, "tests/unit/test_core.py", "-m", QUICK, *PYTEST]
-    if pytest.main(asked, plugins=[calls]) not in (0, 1) or not calls.tests:
-        raise RuntimeError("the tests cannot be run")
-    return {
-        test: (seconds, sorted(found))
-        for test, (seconds, found) in calls.tests.items()
-        if test not in calls.failed
-    }
-
-
 # -- running ---------------------------------------------------------------------------------
 
 
 class Failed:
-    """A pytest plugin that notes the first test that fails."""
+    """A pytest plugin that notes which tests fail, and files that cannot even be imported."""
 
     def __init__(self) -> None:
-        self.first: str | None = None
+        self.names: list[str] = []
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        if report.failed and self.first is None:
-            self.first = report.nodeid
+        self.names += [report.nodeid] if report.failed else []
 
     def pytest_collectreport(self, report: pytest.CollectReport) -> None:
-        """Note a file that cannot even be imported."""
-        if report.failed and self.first is None:
-            self.first = f"{report.nodeid} (import)"
+        self.names += [report.nodeid] if report.failed else []
 
 
-def first_failing(tests: list[str]) -> str | None:
-    """The first of these tests that fails. For a child."""
+def failing(room: str, source: Path, *options: str) -> list[str]:
+    """Which of a room's quick tests fail with the VUA of a folder. For a child."""
+    sys.path[:0] = [str(source), str(TESTS)]
+    os.environ["PYTHONPATH"] = f"{source}:{TESTS}"
+    os.environ["TMPDIR"] = tempfile.tempdir = tempfile.mkdtemp()
+    Path(os.environ["TMPDIR"]).chmod(0o711)  # some tests are another user for a while
     failed = Failed()
-    pytest.main([*tests, "-x", *PYTEST], plugins=[failed])
-    return failed.first or ""
+    tests = [f"tests/unit/{room}", "tests/unit/test_core.py", "-m", QUICK]
+    pytest.main([*tests, *PYTEST, *options], plugins=[failed])
+    shutil.rmtree(os.environ["TMPDIR"], ignore_errors=True)
+    return failed.names
 
 
-def judged(mutant: Mutant, tests: list[tuple[float, str]], copy: Path) -> str:
-    """What became of a mutant: the test that noticed it, or that none did."""
-    if not tests:
-        return "survived: no quick test calls it"
-    target, seconds, names = copy / mutant.path, 0.0, list[str]()
-    for took, name in sorted(tests):
-        if names and seconds + took > TESTS_S:
-            break
-        seconds += took
-        names.append(name)
-    sound = target.read_bytes()
-    target.write_bytes(mutant.text(sound))
-    try:
-        found = in_child(lambda: first_failing(names), copy, SLOWER * seconds + 60)
-    finally:
-        target.write_bytes(sound)
-    if found is None:
-        return "killed: the tests hang"
-    where = found.removeprefix("tests/unit/")
-    return f"killed: {where}" if found else f"**survived** {len(names)} tests"
+class Room:
+    """A room's tests, and how long they take without a mutant."""
+
+    def __init__(self, name: str, source: Path) -> None:
+        """Run them once; those that fail by themselves are left out."""
+        began_s = time.monotonic()
+        ended = forked(lambda: failing(name, source), 3600)
+        if ended.how != "well":
+            raise RuntimeError(ended.log[-4000:])
+        self.name, self.took_s = name, time.monotonic() - began_s
+        self.left_out = [f"--deselect={one}" for one in ended.value]
+
+    def judged(self, mutant: Mutant, copy: Path) -> str:
+        """What became of a mutant: the test that noticed it, or that none did."""
+        target = copy / mutant.path
+        sound = target.read_bytes()
+        target.write_bytes(mutant.text(sound))
+        try:
+            ended = forked(
+                lambda: failing(self.name, copy, "-x", *self.left_out), SLOWER * self.took_s + 60
+            )
+        finally:
+            target.write_bytes(sound)
+        if ended.how != "well":
+            return f"killed: the tests are {ended.how}"
+        return f"killed: {ended.value[0]}" if ended.value else "**survived**"
 
 
 def table(results: list[tuple[Mutant, str]]) -> str:
@@ -343,14 +242,13 @@ def table(results: list[tuple[Mutant, str]]) -> str:
     lines = [
         f"{len(results) - len(alive)} of {len(results)} were noticed. These survived:",
         "",
-        "| where | error | unnoticed by |",
-        "|---|---|---|",
+        "| where | error |",
+        "|---|---|",
     ]
-    for mutant, outcome in alive:
+    for mutant, _ in alive:
         old, new = (" ".join(part.split()).replace("|", "\\|") for part in (mutant.old, mutant.new))
         where = f"{mutant.path.removeprefix('vua/')} `{mutant.function}`"
-        by = outcome.removeprefix("**survived** ")
-        lines.append(f"| {where} | `{old}` -> `{new}` | {by} |")
+        lines.append(f"| {where} | `{old}` -> `{new}` |")
     return "\n".join(lines)
 
 
@@ -361,7 +259,6 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--only", default="", help="those whose path or function has this word")
     parser.add_argument("--minutes", type=float, default=60.0, help="begin none after that")
-    parser.add_argument("--map", type=Path, help="which test calls what: kept, or taken from here")
     asked = parser.parse_args()
     os.chdir(ROOT)
     mutants = [
@@ -375,25 +272,16 @@ def main() -> int:
     # the next mutant of a file may have its size and its second: Python would run the last one's
     sys.dont_write_bytecode = True
     os.environ["PYTHONDONTWRITEBYTECODE"] = "1"
-    if asked.map and asked.map.exists():
-        calls = json.loads(asked.map.read_text())
-    else:
-        calls = in_child(call_map, SOURCE, 3600)
-        if asked.map:
-            asked.map.write_text(json.dumps(calls))
-    callers = defaultdict(list)
-    for test, (seconds, functions) in calls.items():
-        for function in functions:
-            callers[function].append((seconds, test))
     results = []
     with tempfile.TemporaryDirectory(prefix="vua-mutants-") as name:
         copy = Path(shutil.copytree(SOURCE, Path(name, "src")))
+        Path(name).chmod(0o711)
+        rooms = {one: Room(one, copy) for one in sorted({Path(m.path).parts[1] for m in mutants})}
         stop_s = time.monotonic() + 60 * asked.minutes
         for mutant in mutants:
             if time.monotonic() > stop_s:
                 break
-            line = function_lines(mutant.path)[mutant.function]
-            outcome = judged(mutant, callers[f"{mutant.path}:{line}"], copy)
+            outcome = rooms[Path(mutant.path).parts[1]].judged(mutant, copy)
             results.append((mutant, outcome))
             print(f"{mutant.path}:{mutant.line} {mutant.old!r} -> {mutant.new!r}: {outcome}")
             sys.stdout.flush()
