@@ -147,21 +147,23 @@ def _write_checkpoint(
         torch.manual_seed(seed)
         model = transformers.AutoModelForCausalLM.from_config(config, dtype=getattr(torch, dtype))
     model.save_pretrained(directory)
-    _tokenizer(sizes["vocab_size"]).save_pretrained(directory)
+    tokenizer_of(sizes["vocab_size"]).save_pretrained(directory)
 
 
-def _tokenizer(vocab_size: int) -> Any:
-    """Return a tokenizer of words: token n is "tn", so prompts are readable."""
+def tokenizer_of(vocab_size: int, *more: str) -> Any:
+    """Return a tokenizer of words: token n is "tn", so prompts are readable; ``more``: special."""
     from tokenizers import Tokenizer
     from tokenizers.models import WordLevel
     from tokenizers.pre_tokenizers import WhitespaceSplit
     from transformers import PreTrainedTokenizerFast
 
-    words = [*_SPECIAL_TOKENS, *(f"t{n}" for n in range(len(_SPECIAL_TOKENS), vocab_size))]
+    special = (*_SPECIAL_TOKENS, *more)
+    words = [*special, *(f"t{n}" for n in range(len(special), vocab_size))]
     numbers = {word: n for n, word in enumerate(words)}
     tokenizer = Tokenizer(WordLevel(numbers, unk_token=_SPECIAL_TOKENS[0]))
     tokenizer.pre_tokenizer = WhitespaceSplit()
     unk, bos, eos, pad = _SPECIAL_TOKENS
     return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, unk_token=unk, bos_token=bos, eos_token=eos, pad_token=pad
-    )
+        tokenizer_object=tokenizer, unk_token=unk, bos_token=bos, eos_token=eos, pad_token=pad,
+        additional_special_tokens=[*more],
+    )  # fmt: skip

@@ -9,13 +9,15 @@ import sys
 import types
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, TypeAlias
+from typing import Any, Final
 
 import numpy as np
 import torch
 from safetensors.torch import load_file, save_file
+from torch import Tensor
 
 from e2e.damage import CHUNK
+from small_models import tokenizer_of
 
 SIZES: dict[str, Any] = {
     "bos_token_id": 1,
@@ -34,6 +36,9 @@ SIZES: dict[str, Any] = {
 
 _WHOLE = "model.safetensors"
 _EMBEDDING = "embed_tokens.weight"
+_ADAPTED = ("q_proj.weight", "v_proj.weight")
+Change = Callable[[str, Tensor, torch.Generator], Tensor]
+"""What becomes of a weight, by its name."""
 
 
 def with_biases(at: Path, model_type: str, **config: Any) -> Path:
@@ -124,12 +129,6 @@ def _weights(model: Path) -> dict[str, torch.Tensor]:
     return weights
 
 
-if TYPE_CHECKING:
-    from torch import Tensor
-
-Weights: TypeAlias = "dict[str, Tensor]"
-
-
 def make_variant(source: Path, target: Path, kind: str) -> Path:
     """Copy the checkpoint at ``source`` to ``target`` with its weights changed; return ``target``.
 
@@ -138,16 +137,11 @@ def make_variant(source: Path, target: Path, kind: str) -> Path:
         target: is replaced.
         kind: one of :data:`WEIGHTS`.
     """
-    from safetensors.torch import load_file, save_file
-
-    shutil.rmtree(target, ignore_errors=True)
-    shutil.copytree(source, target)
-    weights = WEIGHTS[kind](load_file(source / _WHOLE))
-    save_file(
-        {name: each.contiguous() for name, each in weights.items()},
-        target / _WHOLE,
-        metadata={"format": "pt"},
-    )
+    noise, changed = torch.Generator().manual_seed(7), {}
+    for name, weight in sorted(_weights(copied(source, target)).items()):
+        new = WEIGHTS[kind](name, weight, noise).to(weight.dtype).contiguous()
+        changed[_other_layer(name) if kind == "layers swapped" else name] = new
+    save_file(changed, target / _WHOLE, metadata={"format": "pt"})
     return target
 
 
@@ -164,9 +158,6 @@ def make_adapter(
         alpha: its alpha.
         strength: the size of what it adds to a weight, relative to the weight, at alpha 8.
     """
-    import torch
-    from safetensors.torch import load_file, save_file
-
     at.mkdir(parents=True, exist_ok=True)
     config = {
         "peft_type": "LORA",
@@ -181,7 +172,7 @@ def make_adapter(
     (at / "adapter_config.json").write_text(json.dumps(config), encoding="utf-8")
     noise, adapter = torch.Generator().manual_seed(seed), {}
     for name, weight in sorted(load_file(source / _WHOLE).items()):
-        if not name.endswith(("q_proj.weight", "v_proj.weight")):
+        if not name.endswith(_ADAPTED):
             continue
         rows, columns = weight.shape
         down = torch.randn(rank, columns, generator=noise)
@@ -194,112 +185,61 @@ def make_adapter(
     return at
 
 
-def _tuned(strength: float) -> Callable[[Weights], Weights]:
+def _other_layer(name: str) -> str:
+    return re.sub(r"\.layers\.([01])\.", lambda at: f".layers.{1 - int(at[1])}.", name)
+
+
+def _tuned(strength: float) -> Change:
     """Every matrix moved by so much of its own size, at random: as after a short fine-tuning."""
 
-    def change(weights: Weights) -> Weights:
-        import torch
-
-        noise = torch.Generator().manual_seed(7)
-        changed = {}
-        for name, weight in sorted(weights.items()):
-            if weight.dim() < 2:
-                changed[name] = weight
-                continue
-            step = torch.randn(weight.shape, generator=noise) * weight.float().std() * strength
-            changed[name] = (weight.float() + step).to(weight.dtype)
-        return changed
+    def change(_: str, weight: Tensor, noise: torch.Generator) -> Tensor:
+        if weight.dim() < 2:
+            return weight
+        step = torch.randn(weight.shape, generator=noise) * weight.float().std() * strength
+        return weight.float() + step
 
     return change
 
 
-def _low_rank(strength: float) -> Callable[[Weights], Weights]:
+def _low_rank(strength: float) -> Change:
     """q_proj and v_proj moved by so much of their size as by an adapter of rank 8, merged."""
 
-    def change(weights: Weights) -> Weights:
-        import torch
-
-        noise, changed = torch.Generator().manual_seed(7), dict(weights)
-        for name, weight in sorted(weights.items()):
-            if name.endswith(("q_proj.weight", "v_proj.weight")):
-                rows, columns = weight.shape
-                step = torch.randn(rows, 8, generator=noise) @ torch.randn(
-                    8, columns, generator=noise
-                )
-                step *= strength * weight.float().norm() / step.norm()
-                changed[name] = (weight.float() + step).to(weight.dtype)
-        return changed
+    def change(name: str, weight: Tensor, noise: torch.Generator) -> Tensor:
+        if not name.endswith(_ADAPTED):
+            return weight
+        rows, columns = weight.shape
+        step = torch.randn(rows, 8, generator=noise) @ torch.randn(8, columns, generator=noise)
+        return weight.float() + step * (strength * weight.float().norm() / step.norm())
 
     return change
 
 
-def _rounded(form: str) -> Callable[[Weights], Weights]:
+def _rounded(most: float, whole: Callable[[Tensor], Tensor]) -> Change:
     """The matrices of the layers rounded as a quantisation does, with one scale per row."""
 
-    def change(weights: Weights) -> Weights:
-        return {
-            name: _round(each, form) if "proj" in name else each for name, each in weights.items()
-        }
+    def change(name: str, weight: Tensor, _: torch.Generator) -> Tensor:
+        if "proj" not in name:
+            return weight
+        scale = weight.float().abs().amax(dim=1, keepdim=True).clamp_min(1e-12) / most
+        return whole(weight.float() / scale).float() * scale
 
     return change
 
 
-def _round(weight: Tensor, form: str) -> Tensor:
-    import torch
-
-    values = weight.float()
-    most = {"int8": 127.0, "fp8": 448.0}[form]
-    scale = values.abs().amax(dim=1, keepdim=True).clamp_min(1e-12) / most
-    steps = values / scale
-    steps = steps.round() if form == "int8" else steps.to(torch.float8_e4m3fn).float()
-    return (steps * scale).to(weight.dtype)
+def _in(part: str, change: Callable[[Tensor], Tensor]) -> Change:
+    """All weights of one kind changed alike."""
+    return lambda name, weight, _: change(weight.float()) if part in name else weight
 
 
-def _swapped(weights: Weights) -> Weights:
-    """The first two layers in the other order."""
-    other = {"0": "1", "1": "0"}
-
-    def name_of(name: str) -> str:
-        return re.sub(r"\.layers\.([01])\.", lambda at: f".layers.{other[at[1]]}.", name)
-
-    return {name_of(name): each for name, each in weights.items()}
-
-
-def _shifted(weights: Weights) -> Weights:
-    """Every token has the embedding of the next one: as with ids that are off by one."""
-    return {
-        name: each.roll(-1, dims=0) if "embed_tokens" in name else each
-        for name, each in weights.items()
-    }
-
-
-def _scaled(part: str, by: float) -> Callable[[Weights], Weights]:
-    """All weights of one kind multiplied, as with another scale of a quantised cache."""
-
-    def change(weights: Weights) -> Weights:
-        return {
-            name: (each.float() * by).to(each.dtype) if part in name else each
-            for name, each in weights.items()
-        }
-
-    return change
-
-
-WEIGHTS: Final[dict[str, Callable[[Weights], Weights]]] = {
-    "tuned 10 %": _tuned(0.1),
-    "tuned 3 %": _tuned(0.03),
-    "tuned 1 %": _tuned(0.01),
-    "tuned 0.3 %": _tuned(0.003),
-    "tuned 0.1 %": _tuned(0.001),
-    "adapter 10 %": _low_rank(0.1),
-    "adapter 3 %": _low_rank(0.03),
-    "adapter 1 %": _low_rank(0.01),
-    "int8 weights": _rounded("int8"),
-    "fp8 weights": _rounded("fp8"),
-    "layers swapped": _swapped,
-    "tokens off by one": _shifted,
-    "V scaled by 1.05": _scaled("v_proj", 1.05),
-    "K scaled by 1.05": _scaled("k_proj", 1.05),
+WEIGHTS: Final[dict[str, Change]] = {
+    **{f"tuned {part} %": _tuned(part / 100) for part in (10, 3, 1, 0.3, 0.1)},
+    **{f"adapter {part} %": _low_rank(part / 100) for part in (10, 3, 1)},
+    "int8 weights": _rounded(127.0, torch.round),
+    "fp8 weights": _rounded(448.0, lambda steps: steps.to(torch.float8_e4m3fn)),
+    "layers swapped": _in("", lambda weight: weight),
+    "tokens off by one": _in("embed_tokens", lambda weight: weight.roll(-1, dims=0)),
+    "V scaled by 1.05": _in("v_proj", lambda weight: weight * 1.05),
+    "K scaled by 1.05": _in("k_proj", lambda weight: weight * 1.05),
 }
 
 
@@ -339,11 +279,7 @@ def make_llava(target: Path, seed: int, **changes: Any) -> None:
         seed: of the weights.
         changes: to its LlavaConfig.
     """
-    import torch
     import transformers
-    from safetensors.torch import load_file, save_file
-
-    from e2e.checkpoints import SIZES
 
     vision = transformers.CLIPVisionConfig(
         hidden_size=64,
@@ -379,23 +315,13 @@ def make_llava(target: Path, seed: int, **changes: Any) -> None:
 
 
 def _processor() -> Any:
-    from tokenizers import Tokenizer
-    from tokenizers.models import WordLevel
-    from tokenizers.pre_tokenizers import WhitespaceSplit
-    from transformers import CLIPImageProcessor, LlavaProcessor, PreTrainedTokenizerFast
+    from transformers import CLIPImageProcessor, LlavaProcessor
 
-    words = ["<unk>", "<s>", "</s>", "<pad>", "<image>", *(f"t{n}" for n in range(5, 512))]
-    made = Tokenizer(WordLevel({word: n for n, word in enumerate(words)}, unk_token="<unk>"))
-    made.pre_tokenizer = WhitespaceSplit()
-    special = {"unk_token": "<unk>", "bos_token": "<s>", "eos_token": "</s>", "pad_token": "<pad>"}
-    tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=made, additional_special_tokens=["<image>"], **special
-    )
     size = {"height": SIDE_PIXELS, "width": SIDE_PIXELS}
     images = CLIPImageProcessor(size={"shortest_edge": SIDE_PIXELS}, crop_size=size)
     return LlavaProcessor(
         image_processor=images,
-        tokenizer=tokenizer,
+        tokenizer=tokenizer_of(SIZES["vocab_size"], "<image>"),
         patch_size=8,
         vision_feature_select_strategy="default",
         image_token="<image>",
