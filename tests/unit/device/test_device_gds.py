@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import subprocess
 import sys
 import threading
 import unittest
@@ -280,6 +281,26 @@ class TrialTest(DirectoryTest):
             CuFileMover(torch.device("cuda:0"))
         if not torch.cuda.is_available():
             self.assertFalse(movers.driver_present())
+
+    @pytest.mark.thorough
+    def test_packages(self) -> None:
+        """With both packages that the refusal names cuFile's library is found."""
+        with (
+            mock.patch.object(movers, "driver_present", return_value=True),
+            mock.patch.dict(sys.modules, {"cuda": None, "cuda.bindings": None}),
+            self.assertRaisesRegex(StorageError, "cuda-bindings and nvidia-cufile"),
+        ):
+            CuFileMover(torch.device("cuda:0"))
+        subprocess.run([sys.executable, "-m", "venv", self.root], check=True)
+        python, here = (
+            self.root / "bin" / "python",
+            {"PYTHONPATH": str(Path(np.__path__[0]).parent)},
+        )
+        asks = [python, "-c", "from cuda.bindings import cufile; cufile.get_version()"]
+        for package, found in (("cuda-bindings", False), ("nvidia-cufile", True)):
+            subprocess.run([python, "-m", "pip", "install", "-q", package], check=True)
+            asked = subprocess.run(asks, env=os.environ | here, capture_output=True, check=False)
+            self.assertEqual(found, asked.returncode == 0, asked.stderr)
 
 
 class DirectReaderTest(DirectoryTest):
