@@ -39,8 +39,8 @@ from vua.cli.output import progress, table
 from vua.errors import InputError, VUAError
 from vua.format.layout import KVLayout
 from vua.io.files import make_folder
+from vua.io.memory import IOV_MAX
 from vua.io.posix import cached_pages, page_aligned
-from vua.io.vectors import IOV_MAX
 from vua.storage.bucket import Bucket
 from vua.storage.location import BucketPath, is_url
 from vua.storage.object import ObjectStorage

@@ -26,7 +26,7 @@ from vua.connector.savings import savings_at
 from vua.format.entry import EntryCodec
 from vua.format.identity import Identity
 from vua.format.keys import KeyChain
-from vua.io.buffers import BufferPool
+from vua.io.memory import BufferPool
 from vua.io.pool import Job, Pool
 from vua.security.keyring import NoKeyError, check_keys
 from vua.storage.location import nearest

@@ -29,7 +29,7 @@ from vua.errors import VUAError
 from vua.format.identity import Identity
 from vua.format.keys import ChunkKey, KeyChain, token_ids
 from vua.format.layout import KVLayout
-from vua.io.buffers import BufferPool
+from vua.io.memory import BufferPool
 from vua.storage.base import WRITTEN
 from vua.storage.mark import UPKEEP
 from vua.storage.names import SUFFIX, TEMPORARY

@@ -36,8 +36,7 @@ import xxhash
 from vua.errors import CorruptEntryError, LayoutError
 from vua.format.keys import ChunkKey
 from vua.format.layout import ITEMSIZE, KVLayout, Shard
-from vua.io.plan import ARRAYS_MAX, EXTENT, READ, EntryPlan
-from vua.io.vectors import IOV_MAX
+from vua.io.memory import ARRAYS_MAX, EXTENT, IOV_MAX, READ, EntryPlan
 from vua.native import KINDS, HeaderForm
 
 FORMAT: Final = "vua.entry.v1"

@@ -24,7 +24,7 @@ import numpy.typing as npt
 import xxhash
 
 from vua.errors import CorruptEntryError, EntryError, UntrustedError
-from vua.io import posix, vectors
+from vua.io import posix
 from vua.io.files import (
     Directory,
     Uids,
@@ -34,6 +34,7 @@ from vua.io.files import (
     make_file,
     open_plain,
 )
+from vua.io.memory import allocate, memory_at, move_all
 from vua.io.pool import Job, Pool
 from vua.io.posix import FileStatus, close_quietly, closing_fd
 from vua.native.bindings import library, sha256
@@ -175,7 +176,7 @@ def read_entry(
             raise CorruptEntryError(f"{status.nbytes} bytes long, expected {plan.file_nbytes}")
         pieces = _read_pieces(transfer, place + file, into, file)
         for offset, nbytes, block, header, parts in pieces:
-            if vectors.move_all(os.preadv, fd, _views(header, parts), offset) != nbytes:
+            if move_all(os.preadv, fd, _views(header, parts), offset) != nbytes:
                 raise CorruptEntryError(f"ends inside bytes {offset}..{offset + nbytes}")
             into.digests[file, block : block + len(parts)] = digests_of(parts)
     finally:
@@ -344,7 +345,7 @@ def _write_bytes(
     """
     plan, check_offset = transfer.plan, options.check_offset
     if plan.file_nbytes >= options.allocate_nbytes:
-        vectors.allocate(fd, plan.file_nbytes)
+        allocate(fd, plan.file_nbytes)
     digests, opening = np.zeros(plan.blocks, dtype=np.uint64), []
     for offset, _, block, first, parts in _pieces(transfer, place, header):
         if check_offset:
@@ -361,7 +362,7 @@ def _write_bytes(
 
 
 def _write(fd: int, views: Sequence[memoryview], offset: int) -> None:
-    if vectors.move_all(os.pwritev, fd, views, offset) != sum(map(len, views)):
+    if move_all(os.pwritev, fd, views, offset) != sum(map(len, views)):
         raise OSError(errno.EIO, "the system wrote 0 bytes and gave no reason")
 
 
@@ -382,7 +383,7 @@ def _elements(
     address: int, shape: Sequence[int], strides: Sequence[int], item: int
 ) -> npt.NDArray[np.unsignedinteger]:
     last = sum((count - 1) * stride for count, stride in zip(shape, strides, strict=True))
-    buffer = vectors.memory_at(address, last + item)
+    buffer = memory_at(address, last + item)
     return np.ndarray(tuple(shape), f"u{item}", buffer, strides=tuple(strides))
 
 

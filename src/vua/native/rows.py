@@ -9,8 +9,7 @@ from typing import Final
 import numpy as np
 
 from vua.errors import LayoutError
-from vua.io.plan import ARRAYS_MAX
-from vua.io.vectors import memory_at
+from vua.io.memory import ARRAYS_MAX, memory_at
 from vua.native.transfer import Cuts, Transfer
 
 _DISCARDED: Final = ARRAYS_MAX

@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from vua.io.files import Uids
-from vua.io.plan import ARRAYS_MAX, EntryPlan
+from vua.io.memory import ARRAYS_MAX, EntryPlan
 from vua.io.posix import page_aligned
 from vua.native.bindings import xxh3
 

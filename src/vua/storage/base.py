@@ -23,7 +23,7 @@ import numpy.typing as npt
 from vua import native
 from vua.errors import CorruptEntryError, StorageError
 from vua.format.layout import Shard
-from vua.io.plan import header_plan
+from vua.io.memory import header_plan
 from vua.native import FAILED, PRESENT, WRITTEN, Headers, Transfer
 
 __all__ = [

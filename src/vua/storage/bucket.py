@@ -23,8 +23,8 @@ from typing import Any, Final, NamedTuple, TypeVar, cast
 from urllib.parse import urlsplit
 
 from vua.errors import ConfigError, NotWritableError, StorageError
-from vua.io.buffers import BufferPool
 from vua.io.forks import watch
+from vua.io.memory import BufferPool
 from vua.io.pool import Breaker, Pool
 from vua.io.words import counted
 from vua.storage.bucket_client import (

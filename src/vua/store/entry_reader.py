@@ -15,7 +15,7 @@ from vua.errors import CorruptEntryError, EntryError, ForeignEntryError
 from vua.format.entry import MAX_HEADER_NBYTES, EntryCodec
 from vua.format.keys import ChunkKey
 from vua.format.parse import EntryInfo, check_payload, codec_of, mismatch, parse_entry
-from vua.io.plan import header_plan
+from vua.io.memory import header_plan
 from vua.native import Digest, EntryStream, Headers, Transfer, digests_of
 from vua.storage.base import Batch, ReadResult, Storage, entry_name
 from vua.storage.local import LocalStorage

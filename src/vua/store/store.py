@@ -27,7 +27,7 @@ from vua.format.entry import EntryCodec, entry_plan
 from vua.format.keys import ChunkKey, Keys
 from vua.format.layout import KVLayout, Shard, cover
 from vua.io.forks import new_lock
-from vua.io.plan import EntryPlan
+from vua.io.memory import EntryPlan
 from vua.native import MemoryMap, Transfer
 from vua.security.keyring import Keyring, NoKeyError
 from vua.security.settings import Security

@@ -12,7 +12,7 @@ import torch
 from vua.errors import InputError
 from vua.format.keys import ChunkKey, token_ids
 from vua.format.layout import KVLayout, Shard
-from vua.io.buffers import BufferPool
+from vua.io.memory import BufferPool
 from vua.native import MemoryMap
 from vua.serdes import DTYPE_NAMES, DTYPES
 from vua.store.store import Store

@@ -26,8 +26,8 @@ from vua.connector.setup import devices
 from vua.format.identity import Identity
 from vua.format.keys import token_ids
 from vua.format.layout import KVLayout
-from vua.io.buffers import BufferPool
 from vua.io.forks import new_lock
+from vua.io.memory import BufferPool
 from vua.storage.location import Location
 from vua.store.namespace import Access, Namespace
 from vua.store.place import LazyNamespace

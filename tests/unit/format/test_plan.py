@@ -10,7 +10,7 @@ import unittest
 from layouts import DEEP, SMALL
 from vua.format.entry import EntryCodec, entry_plan
 from vua.format.layout import KVLayout, Shard
-from vua.io.plan import EntryPlan, header_plan
+from vua.io.memory import EntryPlan, header_plan
 
 
 def plan_of(layout: KVLayout, stored: Shard, needed: Shard, tokens: int) -> EntryPlan | None:

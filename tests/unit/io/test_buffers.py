@@ -1,4 +1,4 @@
-"""Mirrors `vua.io.buffers`: memory is used again, and never while anybody holds it."""
+"""Mirrors `vua.io.memory`: memory is used again, and never while anybody holds it."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import unittest
 
 import torch
 
-from vua.io.buffers import BufferPool
+from vua.io.memory import BufferPool
 
 MIB = 1 << 20
 

@@ -1,4 +1,4 @@
-"""System calls that move all the bytes, or say why not: `vua.io.posix`, `vectors`."""
+"""System calls that move all the bytes, or say why not: `vua.io.posix`, `vua.io.memory`."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from pathlib import Path
 from unittest import mock
 
 from helpers import DirectoryTest, descriptors
-from vua.io import posix, vectors
+from vua.io import posix
+from vua.io.memory import IOV_MAX, allocate, move_all
 from vua.io.posix import cached_pages
-from vua.io.vectors import IOV_MAX
 
 
 class TestMoveAll(DirectoryTest):
@@ -46,7 +46,7 @@ class TestMoveAll(DirectoryTest):
 
             for call, memory in ((os.pwritev, data), (os.preadv, target)):
                 views = [memoryview(memory)[a:b] for a, b in pairwise(edges)]
-                moved = vectors.move_all(partial(some, call), fd, views, 5)
+                moved = move_all(partial(some, call), fd, views, 5)
                 self.assertEqual(len(data), moved)
             self.assertEqual(data, bytes(target))
 
@@ -56,7 +56,7 @@ class TestMoveAll(DirectoryTest):
         os.pwrite(fd, data, 0)
         for offset in (0, 1, 999, 1000, 5000):
             pieces = [bytearray(7) for _ in range(400)]
-            got = vectors.move_all(os.preadv, fd, [*map(memoryview, pieces)], offset)
+            got = move_all(os.preadv, fd, [*map(memoryview, pieces)], offset)
 
             self.assertEqual(max(0, 1000 - offset), got)
             self.assertEqual(data[offset:].ljust(2800, b"\0"), b"".join(pieces))
@@ -80,14 +80,14 @@ class TestAllocate(DirectoryTest):
     def test_allocate(self) -> None:
         """Room is found where the file system can do that; elsewhere nothing happens."""
         with (self.root / "file").open("w+b") as stream:
-            vectors.allocate(stream.fileno(), 1 << 20)
+            allocate(stream.fileno(), 1 << 20)
             status = os.fstat(stream.fileno())
             self.assertIn(status.st_size, (0, 1 << 20))
             if posix.is_ext4(stream.fileno()):
                 self.assertEqual(1 << 20, status.st_size)
                 self.assertGreaterEqual(512 * status.st_blocks, 1 << 20)
         inside, outside = os.pipe()
-        vectors.allocate(outside, 100)
+        allocate(outside, 100)
         self.assertFalse(posix.is_ext4(outside))
         os.close(inside)
         os.close(outside)
