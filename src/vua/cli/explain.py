@@ -37,9 +37,8 @@ from vua.format.identity import Identity
 from vua.io.words import counted
 from vua.security.keyring import NoKeyError
 from vua.security.settings import Security
-from vua.storage.description import Description
+from vua.storage.description import Description, FieldDifference, differences, nearest
 from vua.storage.location import directory_of
-from vua.store.nearest import FieldDifference, differences, nearest
 from vua.store.place import open_namespace
 
 if TYPE_CHECKING:

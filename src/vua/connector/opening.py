@@ -29,9 +29,8 @@ from vua.format.identity import Identity
 from vua.format.keys import ChunkKey
 from vua.io.words import counted
 from vua.storage.base import entry_name
-from vua.storage.description import descriptions
+from vua.storage.description import descriptions, nearest
 from vua.store.namespace import Namespace
-from vua.store.nearest import nearest
 from vua.store.place import create_namespace, locate, look_at
 from vua.store.store import Loader, Store
 from vua.store.writer import EntryWriter

@@ -35,7 +35,7 @@ from vua.storage.bucket_client import (
     library,
     make_client,
 )
-from vua.storage.bucket_cost import REQUESTS_AT_ONCE, requests
+from vua.storage.location import REQUESTS_AT_ONCE, requests
 
 
 class Meta(NamedTuple):

@@ -6,7 +6,8 @@ name. Nothing protects the layouts in it: the headers of entries count more
 has namespaces of other names. Tools leave these as they are.
 
 Its last member, ``counted``, tells people what the digest of the model's config counted. Nothing
-depends on it: damage in it is ignored, and so is its lack.
+depends on it: damage in it is ignored, and so is its lack. :func:`nearest` tells people by it which
+namespace is nearest to an identity, and in which field they differ.
 """
 
 from __future__ import annotations
@@ -16,15 +17,15 @@ import logging
 import os
 import re
 import stat
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from vua.errors import ConfigError
-from vua.format.identity import Identity
+from vua.format.identity import FIELDS, Identity
 from vua.format.layout import KVLayout, Shard
-from vua.storage.location import nearest
+from vua.storage.location import nearest as nearest_directory
 
 if TYPE_CHECKING:
     from vua.storage.location import BucketPath
@@ -79,7 +80,7 @@ class Description:
     @property
     def directory(self) -> Path:
         """The directory's path. Raises ConfigError for a bucket."""
-        directory = nearest(self.path)
+        directory = nearest_directory(self.path)
         if directory is None:
             raise ConfigError(f"{self.path} is a bucket: this needs a directory")
         return directory
@@ -215,3 +216,88 @@ def _loaded(data: bytes) -> Any:
         if not mark:
             raise
         return json.loads(head.decode() + "}")
+
+
+ABSENT: Final = "absent"
+"""Shown for a field that one of two configs lacks."""
+_SHOWN: Final = 40
+
+
+class FieldDifference(NamedTuple):
+    """A field in which another identity differs from ours."""
+
+    field: str
+    """A member of an identity, or the path of a config's field that ``model`` is a digest of."""
+    ours: object
+    theirs: object
+
+    def __str__(self) -> str:
+        """In words.
+
+        >>> str(FieldDifference("rope_parameters.rope_theta", 10000, 500000))
+        'rope_parameters.rope_theta is 10000 here and 500000 there'
+        """
+        return f"{self.field} is {_shown(self.ours)} here and {_shown(self.theirs)} there"
+
+
+class Near(NamedTuple):
+    """A namespace, and how far it is from an identity."""
+
+    found: Description
+    differences: list[FieldDifference]
+    """Those of the identity's own fields first."""
+
+    @property
+    def is_of_others(self) -> bool:
+        """Whether its weights are other ones."""
+        return any(one.field == "weights" for one in self.differences)
+
+
+def differences(
+    ours: Identity, theirs: Identity, *, complete: bool = True
+) -> list[FieldDifference]:
+    """Return the fields in which two identities differ, the weights first; none if they are equal.
+
+    In place of the digest ``model`` the fields that it counted, by path, as far as both are known.
+    Engines complete a config: unless ours is ``complete``, fields that one side lacks are left out,
+    and so is what a model's files do not tell.
+    """
+    unknown = {"name", "model"}
+    if not complete:
+        unknown |= {"epoch", "chunk_tokens"}
+        unknown |= {name for name in ("weights", "kv_dtype") if not getattr(ours, name)}
+    names = [name for name in FIELDS if name not in unknown]
+    names.sort(key=lambda name: name != "weights")
+    found = [FieldDifference(name, getattr(ours, name), getattr(theirs, name)) for name in names]
+    if ours.model != theirs.model:
+        here, there = ours.counted, theirs.counted
+        paths = sorted(here.keys() | there.keys() if complete else here.keys() & there.keys())
+        paths = paths if here and there else []
+        counted = [FieldDifference(p, here.get(p, ABSENT), there.get(p, ABSENT)) for p in paths]
+        counted = [one for one in counted if one.ours != one.theirs]
+        found += counted or [FieldDifference("model", ours.model, theirs.model)]
+    return [one for one in found if one.ours != one.theirs]
+
+
+def nearest(ours: Identity, found: Iterable[Description], *, complete: bool = True) -> list[Near]:
+    """Return the described namespaces, the nearest first, compared as by :func:`differences`.
+
+    Equal weights count most, then the number of fields that differ, then an equal name.
+    """
+    near = [
+        Near(one, differences(ours, one.identity, complete=complete))
+        for one in found
+        if one.identity is not None
+    ]
+
+    def distance(one: Near) -> tuple[bool, int, bool, str]:
+        theirs = one.found.identity
+        other_name = theirs is None or theirs.name != ours.name
+        return one.is_of_others, len(one.differences), other_name, one.found.name
+
+    return sorted(near, key=distance)
+
+
+def _shown(value: object) -> str:
+    text = json.dumps(value) if value is not ABSENT else ABSENT
+    return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}..."

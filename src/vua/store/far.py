@@ -20,7 +20,6 @@ from vua.format.keys import Keys
 from vua.format.layout import KVLayout
 from vua.security.settings import Security
 from vua.storage.bucket import Bucket
-from vua.storage.bucket_cost import requests
 from vua.storage.bucket_mark import (
     claim_bucket,
     describe_in_bucket,
@@ -29,7 +28,7 @@ from vua.storage.bucket_mark import (
 )
 from vua.storage.description import Description, read_description
 from vua.storage.local import LocalStorage
-from vua.storage.location import BucketPath, Tiers, is_directory_name, is_url, names_of
+from vua.storage.location import BucketPath, Tiers, is_directory_name, is_url, names_of, requests
 from vua.storage.mark import check_root
 from vua.storage.names import TEMPORARY
 from vua.storage.object import ObjectStorage

@@ -30,7 +30,7 @@ from vua.connector.savings import Savings
 from vua.core import VUA, VUAConfig
 from vua.security.settings import Security
 from vua.storage.bucket import Bucket
-from vua.storage.bucket_cost import KINDS
+from vua.storage.location import KINDS
 
 pytest.importorskip("obstore")
 

@@ -1,4 +1,4 @@
-"""Mirrors `vua.store.nearest`: which namespace is nearest, and in which field it differs."""
+"""Mirrors `vua.storage.description`: which namespace is nearest, and in which field it differs."""
 
 from __future__ import annotations
 
@@ -9,8 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from vua.format.identity import Identity
-from vua.storage.description import Description
-from vua.store.nearest import ABSENT, FieldDifference, differences, nearest
+from vua.storage.description import ABSENT, Description, FieldDifference, differences, nearest
 
 ROPE = {"rope_type": "default", "rope_theta": 10000.0}
 CONFIG: Mapping[str, object] = {"model_type": "llama", "hidden_size": 64, "rope_parameters": ROPE}
