@@ -277,7 +277,7 @@ class NamespaceCatalog(ABC):
     @property
     def layouts(self) -> tuple[KVLayout, ...]:
         """One per group of layers, as its entries' headers confirm them; () if unknown."""
-        from vua.store.evidence import settled  # noqa: PLC0415 - `ls` goes without
+        from vua.store.namespace import settled  # noqa: PLC0415 - `ls` goes without
 
         return settled(self.stated).layouts
 

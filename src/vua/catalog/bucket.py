@@ -45,14 +45,14 @@ from vua.security.keyring import KnownKeys
 from vua.security.settings import Security
 from vua.storage.base import parse_name
 from vua.storage.bucket import Bucket
-from vua.storage.bucket_mark import (
+from vua.storage.description import DESCRIPTION, Description
+from vua.storage.location import BucketPath
+from vua.storage.mark import (
+    LIMITS_FILE,
     bucket_contents,
     claim_bucket,
     claimable_bucket,
 )
-from vua.storage.description import DESCRIPTION, Description
-from vua.storage.location import BucketPath
-from vua.storage.mark import LIMITS_FILE
 from vua.storage.names import (
     PARENTS,
     QUARANTINE,

@@ -35,7 +35,7 @@ from vua.storage.local import version_of
 from vua.storage.location import BucketPath, is_url
 from vua.storage.names import SUFFIX
 from vua.store.entry_reader import check_parts
-from vua.store.evidence import fits, settled
+from vua.store.namespace import fits, settled
 
 NO_KEYS: Final = Security()
 """The settings without keys."""

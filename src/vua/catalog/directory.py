@@ -81,7 +81,7 @@ class DirectoryNamespace(NamespaceCatalog):
 
     @property
     def description(self) -> Description:
-        from vua.store.evidence import settled
+        from vua.store.namespace import settled
 
         if self._settled is None:
             self._settled = settled(self.stated)

@@ -50,7 +50,7 @@ from vua.storage.base import entry_name
 from vua.storage.description import DESCRIPTION, MAX_DESCRIPTION_NBYTES, parse_description
 from vua.storage.location import Location
 from vua.storage.names import AFTER, SUFFIX, chunk_path
-from vua.store.evidence import stored_header
+from vua.store.namespace import stored_header
 from vua.store.place import create_namespace
 from vua.store.store import Store
 from vua.store.writer import EntryWriter

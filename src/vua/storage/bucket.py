@@ -123,7 +123,7 @@ class Bucket:
         """So far: requests by kind (get, head, put, list, copy, delete), failures, bytes. Bytes are
         ``read_nbytes`` and ``written_nbytes``."""
         self.marked: set[str] = set()
-        """Prefixes in it that had VUA's mark when this process looked, see `bucket_mark`."""
+        """Prefixes in it that had VUA's mark when this process looked, see `vua.storage.mark`."""
         self.stuck: set[str] = set()
         """Keys of damaged objects that must not be deleted (object lock): they are overwritten."""
         self.breaker = Breaker()

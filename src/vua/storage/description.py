@@ -2,8 +2,8 @@
 
 The file proves which identity the directory belongs to: the identity's digest is the directory's
 name. Nothing protects the layouts in it: the headers of entries count more
-(:mod:`vua.store.evidence`). The identity's version is part of the digest, so another version of VUA
-has namespaces of other names. Tools leave these as they are.
+(:mod:`vua.store.namespace`). The identity's version is part of the digest, so another version of
+VUA has namespaces of other names. Tools leave these as they are.
 
 Its last member, ``counted``, tells people what the digest of the model's config counted. Nothing
 depends on it: damage in it is ignored, and so is its lack. :func:`nearest` tells people by it which

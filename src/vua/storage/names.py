@@ -28,7 +28,7 @@ AFTER: Final = "after-"
 header's `parent`."""
 SENT: Final = "sent-"
 """Name prefix of an empty file: one of the chunk's files has reached all slower tiers. See
-:mod:`vua.store.travel`."""
+:mod:`vua.store.tiered`."""
 TTL_FOLDER: Final = "ttl"
 """A namespace's folder of per-chunk times to live; see :mod:`vua.capacity.marks`."""
 PARENTS: Final = "parents"

@@ -20,19 +20,18 @@ from vua.format.keys import Keys
 from vua.format.layout import KVLayout
 from vua.security.settings import Security
 from vua.storage.bucket import Bucket
-from vua.storage.bucket_mark import (
+from vua.storage.description import Description, read_description
+from vua.storage.local import LocalStorage
+from vua.storage.location import BucketPath, Tiers, is_directory_name, is_url, names_of, requests
+from vua.storage.mark import (
+    check_root,
     claim_bucket,
     describe_in_bucket,
     is_marked_bucket,
     read_bucket_description,
 )
-from vua.storage.description import Description, read_description
-from vua.storage.local import LocalStorage
-from vua.storage.location import BucketPath, Tiers, is_directory_name, is_url, names_of, requests
-from vua.storage.mark import check_root
 from vua.storage.names import TEMPORARY
 from vua.storage.object import ObjectStorage
-from vua.store.evidence import settled
 from vua.store.namespace import (
     Access,
     Namespace,
@@ -43,9 +42,9 @@ from vua.store.namespace import (
     make_namespace,
     measured,
     prepare_directory,
+    settled,
 )
-from vua.store.tiered import TieredStorage
-from vua.store.travel import Travel
+from vua.store.tiered import TieredStorage, Travel
 
 log = logging.getLogger(__name__)
 

@@ -17,7 +17,7 @@ from vua.catalog.stored import StorageCatalog
 from vua.errors import ConfigError
 from vua.storage.base import WRITTEN
 from vua.storage.description import Description, read_description
-from vua.store.travel import whole_batch
+from vua.store.tiered import whole_batch
 
 
 class StoredTest(CliTest):

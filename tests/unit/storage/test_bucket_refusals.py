@@ -17,8 +17,8 @@ from helpers import DirectoryTest, caches_of, kv_bits
 from proxy import FaultyProxy
 from vua.core import VUA, VUAConfig
 from vua.storage.bucket import Bucket
-from vua.storage.bucket_mark import is_marked_bucket
 from vua.storage.location import BucketPath
+from vua.storage.mark import is_marked_bucket
 
 pytest.importorskip("obstore")
 

@@ -24,7 +24,7 @@ from vua.storage.location import BucketPath
 from vua.storage.mark import MARK, mark_text
 from vua.storage.object import ObjectStorage
 from vua.store.place import prepare
-from vua.store.travel import whole_batch
+from vua.store.tiered import whole_batch
 
 obstore = pytest.importorskip("obstore")
 

@@ -1,4 +1,4 @@
-"""Mirrors `vua.store.travel` and `vua.store.tiered`: a directory with a bucket behind it."""
+"""Mirrors `vua.store.tiered` and `vua.store.tiered`: a directory with a bucket behind it."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from vua.format.keys import token_ids
 from vua.storage.bucket import Bucket
 from vua.storage.local import LocalStorage
 from vua.store.place import open_namespace
-from vua.store.travel import Travel
+from vua.store.tiered import Travel
 
 pytest.importorskip("obstore")
 
@@ -131,7 +131,7 @@ class TierTest(DirectoryTest):
         with (
             self.open("b") as vua,
             mock.patch.object(Travel, "wait_for_quiet", waiting),
-            mock.patch("vua.store.travel._LONGEST_WAIT_S", 300.0),
+            mock.patch("vua.store.tiered._LONGEST_WAIT_S", 300.0),
         ):
             self.assertEqual(0, vua.get_closest(TOKENS + 1).num_tokens)  # opens it
             travel = namespace_of(vua).travel
