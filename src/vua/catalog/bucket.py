@@ -47,12 +47,7 @@ from vua.storage.base import parse_name
 from vua.storage.bucket import Bucket
 from vua.storage.description import DESCRIPTION, Description
 from vua.storage.location import BucketPath
-from vua.storage.mark import (
-    LIMITS_FILE,
-    bucket_contents,
-    claim_bucket,
-    claimable_bucket,
-)
+from vua.storage.mark import LIMITS_FILE, bucket_contents, claim, claimable
 from vua.storage.names import (
     PARENTS,
     QUARANTINE,
@@ -62,7 +57,7 @@ from vua.storage.names import (
     kind_at,
 )
 from vua.storage.object import FULL, ObjectStorage, parents_in, write_parents
-from vua.store.far import at
+from vua.store.place import at
 
 _HEADER_NBYTES: Final = 32 << 10
 """First bytes read of an object to find its parent: most headers are shorter."""
@@ -246,7 +241,7 @@ class BucketCatalog(Catalog):
         yield [BucketNamespace(one, self.root / one.name, show) for one in found], others
 
     def claim(self) -> None:
-        claim_bucket(self.root, tool=True)
+        claim(self.root, tool=True)
 
     def bounds(self) -> Limits:
         return read_bucket_bounds(self.root)
@@ -291,7 +286,7 @@ _DAY_S: Final = 86400
 def tried(bucket_path: BucketPath, demand: Demand) -> Iterator[Finding]:
     """Run all probes with an object of their own, which is deleted again."""
     try:
-        claimable_bucket(bucket_path, tool=True)
+        claimable(bucket_path, tool=True)
         refused = None
     except OSError as problem:
         yield Finding("reach", "bad", str(problem))

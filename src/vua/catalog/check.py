@@ -30,7 +30,7 @@ from vua.io.posix import closing_fd
 from vua.native import Digest
 from vua.security.keyring import KnownKeys
 from vua.security.settings import Security
-from vua.storage.description import Description
+from vua.storage.description import Description, read_description
 from vua.storage.local import version_of
 from vua.storage.location import BucketPath, is_url
 from vua.storage.names import SUFFIX
@@ -313,9 +313,7 @@ def _place_of(path: Path | BucketPath) -> tuple[Description | None, ExpectedEntr
         return None, ExpectedEntry(shard=shard)
     if chunk.parent.name != chunk.name[:2] or not _is_digest(directory.name):
         return None, ExpectedEntry(chunk=chunk.name, shard=shard)
-    from vua.store.far import description_at  # noqa: PLC0415 - see `_object_at`
-
-    namespace = settled(description_at(directory))
+    namespace = settled(read_description(directory))
     return namespace, ExpectedEntry(directory.name, chunk.name, shard, namespace.layout_of(shard))
 
 

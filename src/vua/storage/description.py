@@ -17,18 +17,16 @@ import logging
 import os
 import re
 import stat
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 from vua.errors import ConfigError
 from vua.format.identity import FIELDS, Identity
 from vua.format.layout import KVLayout, Shard
+from vua.storage.location import BucketPath
 from vua.storage.location import nearest as nearest_directory
-
-if TYPE_CHECKING:
-    from vua.storage.location import BucketPath
 
 log = logging.getLogger(__name__)
 
@@ -111,18 +109,13 @@ def descriptions(root: str | os.PathLike[str]) -> Iterator[Description]:
             yield read_description(path)
 
 
-def read_description(path: Path) -> Description:
-    """Read a namespace's description; never raises for the file's content."""
-    return judged(path, lambda: _read(os.fspath(path / DESCRIPTION)))
-
-
-def judged(path: Path | BucketPath, read: Callable[[], bytes]) -> Description:
-    """Return the description of the namespace at ``path`` from the bytes that ``read`` returns.
-
-    ``read`` may raise OSError and ConfigError.
-    """
+def read_description(path: Path | BucketPath) -> Description:
+    """Read a namespace's description; never raises for its content."""
     try:
-        data = read()
+        if isinstance(path, BucketPath):
+            data = (path / DESCRIPTION).read(MAX_DESCRIPTION_NBYTES)
+        else:
+            data = _read(os.fspath(path / DESCRIPTION))
     except FileNotFoundError:
         return Description(path, None)
     except (OSError, ConfigError) as problem:

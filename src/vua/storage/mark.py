@@ -19,24 +19,17 @@ import re
 import stat
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import Final, TypeAlias
 
 from vua.errors import ConfigError, StorageError, explaining
 from vua.io.files import atomic_write, make_folder
 from vua.io.posix import close_quietly
 from vua.security.settings import Security, check_owner
-from vua.storage.description import (
-    DESCRIPTION,
-    MAX_DESCRIPTION_NBYTES,
-    Description,
-    is_namespace_name,
-    judged,
-    parse_description,
-)
+from vua.storage.description import Description, is_namespace_name, read_description
 from vua.storage.location import BucketPath
 
-if TYPE_CHECKING:
-    from vua.storage.bucket import Meta
+Root: TypeAlias = "str | os.PathLike[str] | BucketPath"
+"""A cache's directory, or its prefix in a bucket."""
 
 MARK: Final = "vua.json"
 LIMITS_FILE: Final = "bounds.json"
@@ -54,11 +47,19 @@ MAX_MARK_NBYTES: Final = 4096
 _FLAGS: Final = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
 
 
-def is_marked(root: str | os.PathLike[str]) -> bool:
+def is_marked(root: Root) -> bool:
     """Whether ``root`` has the mark, or a file of its name that this user may not read.
 
     Raises OSError; ConfigError for the mark of another version of VUA.
     """
+    if isinstance(root, BucketPath):
+        try:
+            found = judge_mark((root / MARK).read(MAX_MARK_NBYTES), str(root))
+        except FileNotFoundError:
+            return False
+        if found:
+            root.bucket.marked.add(root.key)
+        return found
     try:
         fd = os.open(Path(root) / MARK, _FLAGS)
     except OSError as problem:
@@ -101,27 +102,41 @@ _NO_CONTENT: Final = re.compile(
 )
 
 
-def claim(root: str | os.PathLike[str], *, mode: int = 0o600) -> None:
-    """Check ``root``'s mark before the first write there; an empty directory gets it.
+def claim(root: Root, *, mode: int = 0o600, tool: bool = False) -> None:
+    """Check ``root``'s mark before the first write there; an empty directory or prefix gets it.
 
-    Safe for any number of concurrent processes. Raises OSError, also if it is empty and this
-    process may not write to it; ConfigError for a directory without the mark that holds something.
+    Safe for any number of concurrent processes. A prefix where this process has seen the mark gets
+    it again: its own entries may already be there. A missing bucket counts as empty, but not for a
+    ``tool``: some servers create it at the first write. Raises OSError, also if it is empty and
+    this process may not write to it; ConfigError for one without the mark that holds something.
     """
-    if not claimable(root):
+    if not claimable(root, tool=tool):
         make_mark(root, mode)
 
 
-def claimable(root: str | os.PathLike[str]) -> bool:
-    """Return whether ``root`` has the mark; False: it is empty. Raises as :func:`claim`."""
+def claimable(root: Root, *, tool: bool = False) -> bool:
+    """Return whether ``root`` has the mark; False: it gets it. Raises as :func:`claim`."""
     if is_marked(root):
         return True
-    with os.scandir(root) as entries:
-        others = [entry.name for entry in entries if not _is_furniture(root, entry.name)]
+    others = _content(root, tool=tool)
     if not others:
         return False
     if is_marked(root):  # made just now, by another process, before what was listed
         return True
-    raise not_a_cache(Path(root).absolute(), others)
+    raise not_a_cache(root if isinstance(root, BucketPath) else Path(root).absolute(), others)
+
+
+def _content(root: Root, *, tool: bool) -> list[str]:
+    if not isinstance(root, BucketPath):
+        with os.scandir(root) as entries:
+            return [entry.name for entry in entries if not _is_furniture(root, entry.name)]
+    try:
+        names, others = _listed(root)
+    except StorageError as problem:
+        if tool or problem.errno != errno.ENOENT:
+            raise
+        return []
+    return others or ([] if root.key in root.bucket.marked and not tool else names)
 
 
 def not_a_cache(where: object, names: Sequence[str]) -> ConfigError:
@@ -139,10 +154,19 @@ def how_to_mark(where: object) -> str:
     return f'write {{"format": "{_FORMAT}"}} to {where}/{MARK}'
 
 
-def make_mark(root: str | os.PathLike[str], mode: int = 0o600) -> None:
+def make_mark(root: Root, mode: int = 0o600) -> None:
     """Write the mark, whole or not at all, synced; an existing one stays. Raises OSError."""
-    path, text = Path(root) / MARK, mark_text()
-    atomic_write(path, text, mode=mode, keep=lambda: is_marked(root), durable=True)
+    if not isinstance(root, BucketPath):
+        path, text = Path(root) / MARK, mark_text()
+        atomic_write(path, text, mode=mode, keep=lambda: is_marked(root), durable=True)
+        return
+    key = (root / MARK).key
+    try:
+        root.bucket.put(key, mark_text(), create=True)
+    except FileExistsError:  # another process was faster, or this server refuses conditions
+        if not (root / MARK).exists():
+            root.bucket.put(key, mark_text())
+    root.bucket.marked.add(root.key)
 
 
 def _is_furniture(root: str | os.PathLike[str], name: str) -> bool:
@@ -212,108 +236,25 @@ def _claim(root: Path, mode: int) -> None:
             raise
 
 
-_PASSING: Final = re.compile(r"\.tmp-[0-9a-f]{16}|\.(?:doctor|bench)-[0-9a-f]{12}")
-"""Temporary objects of VUA's own probes."""
-
-
-def is_marked_bucket(bucket_path: BucketPath) -> bool:
-    """Whether a prefix has the mark. Raises StorageError; ConfigError for another VUA's mark."""
-    try:
-        found = judge_mark((bucket_path / MARK).read(MAX_MARK_NBYTES), str(bucket_path))
-    except FileNotFoundError:
-        return False
-    if found:
-        bucket_path.bucket.marked.add(bucket_path.key)
-    return found
-
-
-def claim_bucket(bucket_path: BucketPath, *, tool: bool = False) -> None:
-    """Check a prefix's mark before the first write there; an empty prefix gets it.
-
-    As :func:`claim` for a directory. A prefix where this process has seen the mark
-    gets it again: its own entries may already be there. A missing bucket counts as empty, but not
-    for a ``tool``: some servers create it at the first write. Sends one or two requests. Raises
-    StorageError; ConfigError for a prefix without the mark that holds something.
-    """
-    if not claimable_bucket(bucket_path, tool=tool):
-        _make_mark(bucket_path)
-        bucket_path.bucket.marked.add(bucket_path.key)
-
-
-def claimable_bucket(bucket_path: BucketPath, *, tool: bool = False) -> bool:
-    """Return whether a prefix has the mark; False: it gets it. Raises as :func:`claim_bucket`."""
-    if is_marked_bucket(bucket_path):
-        return True
-    folders: Sequence[str] = ()
-    objects: Sequence[Meta] = ()
-    try:
-        folders, objects = bucket_path.bucket.folders(bucket_path.key)
-    except StorageError as problem:
-        if tool or problem.errno != errno.ENOENT:
-            raise
-    names, others = _sorted(folders, objects)
-    was_marked = bucket_path.key in bucket_path.bucket.marked and not tool
-    if not others and (was_marked or not names):
-        return False
-    if (bucket_path / MARK).key in others and is_marked_bucket(bucket_path):
-        return True  # made just now, by another process, before what was listed
-    raise not_a_cache(bucket_path, others or names)
-
-
-def _make_mark(bucket_path: BucketPath) -> None:
-    key = (bucket_path / MARK).key
-    try:
-        bucket_path.bucket.put(key, mark_text(), create=True)
-    except FileExistsError:
-        try:  # another process was faster, or this server refuses conditions
-            bucket_path.bucket.head(key)
-        except FileNotFoundError:
-            bucket_path.bucket.put(key, mark_text())
-
-
-def _sorted(folders: Sequence[str], objects: Sequence[Meta]) -> tuple[list[str], list[str]]:
-    names = [path.rpartition("/")[2] for path in folders]
-    others = [path for path, name in zip(folders, names, strict=True) if not _is_known(name)]
-    others += [one.key for one in objects if not _is_known(one.key.rpartition("/")[2])]
-    return sorted(filter(is_namespace_name, names)), sorted(others)
-
-
-def _is_known(name: str) -> bool:
-    """Whether VUA uses this name beside or for namespaces; "" is the folder's own marker."""
-    furniture = name in ("", LIMITS_FILE, UPKEEP) or _PASSING.fullmatch(name) is not None
-    return furniture or is_namespace_name(name)
-
-
 def bucket_contents(root: BucketPath) -> tuple[list[Description], list[str]]:
     """Return each namespace's description, and what else is in the cache's prefix.
 
     A folder with a namespace's name is described as one. Raises StorageError.
     """
-    names, others = _sorted(*root.bucket.folders(root.key))
+    names, others = _listed(root)
     mark = (root / MARK).key
-    return [read_bucket_description(root / name) for name in names], [
-        one for one in others if one != mark
+    return [read_description(root / name) for name in names], [one for one in others if one != mark]
+
+
+def _listed(root: BucketPath) -> tuple[list[str], list[str]]:
+    """Return the names of namespaces in a prefix, and the paths of what is not VUA's."""
+    folders, objects = root.bucket.folders(root.key)
+    names = {path: path.rpartition("/")[2] for path in (*folders, *(one.key for one in objects))}
+    known = ("", LIMITS_FILE, UPKEEP)  # "" is the folder's own marker
+    others = [
+        path
+        for path, name in names.items()
+        if not (name in known or is_namespace_name(name) or _NO_CONTENT.fullmatch(name))
     ]
-
-
-def read_bucket_description(bucket_path: BucketPath) -> Description:
-    """Read a namespace's description; never raises for what the object says."""
-    return judged(bucket_path, lambda: (bucket_path / DESCRIPTION).read(MAX_DESCRIPTION_NBYTES))
-
-
-def describe_in_bucket(bucket_path: BucketPath, text: bytes, *, anew: bool = False) -> None:
-    """Describe a namespace by ``text`` if it has no sound description yet.
-
-    With ``anew`` a sound one of other layouts is replaced, too. Raises StorageError.
-    """
-    try:
-        claim_bucket(bucket_path.parent)
-    except ConfigError as problem:
-        raise StorageError(errno.EPERM, str(problem)) from problem
-    key = (bucket_path / DESCRIPTION).key
-    try:
-        bucket_path.bucket.put(key, text, create=True)
-    except FileExistsError:
-        _, layouts = parse_description(text)
-        if not read_bucket_description(bucket_path).stays(layouts, anew=anew):
-            bucket_path.bucket.put(key, text)
+    spaces = sorted(filter(is_namespace_name, (names[path] for path in folders)))
+    return spaces, sorted(others)

@@ -1,11 +1,11 @@
-"""Opens the caches of one identity in a directory, for reading and for writing.
+"""Opens the caches of one identity in a directory or bucket, for reading and for writing.
 
 ``<root>/<namespace>/namespace.json`` states the identity and the layouts of the chunks beside it
 (:mod:`vua.storage.description`). The first writer writes it. Verification of a chunk does not need
 it, and nothing protects the layouts in it: one flipped bit there must neither hide what is stored
 nor prevent storing more. Every entry's header states its layout, and has a self-check. So a few
 headers are read when a namespace is opened, and when its description and its user disagree.
-Locations other than a directory: :mod:`vua.store.far`.
+Tiers of several places: :mod:`vua.store.place`.
 """
 
 from __future__ import annotations
@@ -15,41 +15,36 @@ import errno
 import json
 import logging
 import os
-import secrets
 import stat
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeAlias
 
+from vua.capacity.bucket import BucketCapacity
 from vua.capacity.limits import Limits
 from vua.capacity.reservation import Capacity
-from vua.capacity.usage import Usage, measure
 from vua.errors import ConfigError, EntryError, LayoutError, StorageError, explaining
 from vua.format.identity import Identity
 from vua.format.keys import KeyChain
 from vua.format.layout import KVLayout
 from vua.format.parse import EntryInfo, parse_entry
-from vua.io.files import atomic_write, make_file, make_folder, see_to_mode
+from vua.io.files import atomic_write, make_folder, see_to_mode
 from vua.io.posix import closing_fd
-from vua.io.words import counted
 from vua.security.keyring import Keyring
 from vua.security.settings import Security, check_owner, open_directory
 from vua.storage.base import Storage
 from vua.storage.description import DESCRIPTION, FORMAT, Description, read_description
 from vua.storage.local import LocalStorage
-from vua.storage.mark import check_root, claim
-from vua.storage.names import TEMPORARY
+from vua.storage.location import BucketPath
+from vua.storage.mark import claim
+from vua.storage.object import ObjectStorage
 from vua.store.store import Store
 
 if TYPE_CHECKING:
-    from vua.capacity.bucket import BucketCapacity
-    from vua.storage.location import Location
-    from vua.storage.object import ObjectStorage
     from vua.store.tiered import Travel
-
 
 _HEADERS: Final = 8
 """Headers read per group, if each is one read of a file."""
@@ -116,39 +111,50 @@ def stated_at(found: Description) -> Stated:
     Raises nothing for the state of the storage.
     """
     try:
-        with contextlib.closing(_opened(found)) as storage:
+        with contextlib.closing(_opened(found.path, Security(trusted_uids="any"))) as storage:
             return stated_layouts(storage, found.name)
     except OSError:
         return {}
 
 
-def _opened(found: Description) -> LocalStorage | ObjectStorage:
-    if isinstance(found.path, Path):
-        return LocalStorage(found.path, security=Security(trusted_uids="any"))
-    from vua.storage.object import ObjectStorage  # noqa: PLC0415 - most caches are directories
-
-    return ObjectStorage(found.path)
+def _opened(path: Path | BucketPath, security: Security | None) -> LocalStorage | ObjectStorage:
+    if isinstance(path, BucketPath):
+        return ObjectStorage(path)
+    return LocalStorage(path, security=security)
 
 
 def make_namespace(
-    path: Path,
+    path: Path | BucketPath,
     identity: Identity,
     layouts: Sequence[KVLayout],
     security: Security,
     *,
     anew: bool = False,
 ) -> None:
-    """Make and describe a namespace's directory if that is not done yet.
+    """Make and describe a namespace if that is not done yet.
 
     With ``anew`` a sound description of other layouts is replaced, too. Raises OSError;
     StorageError if the parent holds something other than a cache.
     """
-    # Its parent may be the mount point of an unmounted disk.
-    make_folder(path.parent, security.directory_mode)
+    root, text = path.parent, description_text(identity, layouts, security)
+    if isinstance(root, Path):  # whose parent may be the mount point of an unmounted disk
+        make_folder(root, security.directory_mode)
     try:
-        claim(path.parent, mode=security.file_mode)
+        claim(root, mode=security.file_mode)
     except ConfigError as problem:
         raise StorageError(errno.EPERM, str(problem)) from problem
+
+    def stays() -> bool:
+        return read_description(path).stays(layouts, anew=anew)
+
+    if isinstance(path, BucketPath):
+        key = (path / DESCRIPTION).key
+        try:
+            path.bucket.put(key, text, create=True)
+        except FileExistsError:
+            if not stays():
+                path.bucket.put(key, text)
+        return
     make_folder(path, security.directory_mode)
     # It may be a link, or belong to another user.
     with closing_fd(open_directory(path, security)) as fd:
@@ -156,12 +162,7 @@ def make_namespace(
         if stat.S_IMODE(status.st_mode) & wanted != wanted and status.st_uid == os.geteuid():
             see_to_mode(fd, wanted)
         atomic_write(
-            DESCRIPTION,
-            description_text(identity, layouts, security),
-            dir_fd=fd,
-            mode=security.file_mode,
-            keep=lambda: read_description(path).stays(layouts, anew=anew),
-            durable=True,
+            DESCRIPTION, text, dir_fd=fd, mode=security.file_mode, keep=stays, durable=True
         )
 
 
@@ -229,12 +230,12 @@ class Namespace:
     @classmethod
     def open(
         cls,
-        path: Path,
+        path: Path | BucketPath,
         *,
         security: Security | None = None,
         layouts: Sequence[KVLayout] | None = None,
     ) -> Namespace | None:
-        """Open the namespace in the directory ``path``; None if its layouts are unknown.
+        """Open the namespace in the directory or prefix ``path``; None if its layouts are unknown.
 
         Layouts come from entries' headers; for groups without entries from the description, or from
         the reader's ``layouts`` if no header contradicts them. Raises OSError; StorageError if the
@@ -242,7 +243,7 @@ class Namespace:
         """
         found = read_description(path)
         try:
-            storage = LocalStorage(path, security=security)
+            storage = _opened(path, security)
         except FileNotFoundError:
             return None
         stated = stated_layouts(storage, path.name)
@@ -252,13 +253,13 @@ class Namespace:
             return None
         if layouts is None or not fits(stated, layouts):
             layouts = there
-        capacity = Capacity(path.parent, storage)
+        capacity = _capacity(storage, None)
         return cls(path.name, storage, layouts, capacity, security or Security())
 
     @classmethod
     def create(
         cls,
-        root: Path,
+        root: Path | BucketPath,
         identity: Identity,
         layouts: Sequence[KVLayout],
         *,
@@ -269,6 +270,7 @@ class Namespace:
         """Open the namespace of ``identity`` for reading and writing; it is made if missing.
 
         Args:
+            durable: see :class:`vua.storage.local.LocalStorage`; objects always are.
             bounds: this process's limits on the cache's size; ``bounds.json`` and the defaults of
                 :mod:`vua.capacity.limits` apply, too.
 
@@ -278,8 +280,7 @@ class Namespace:
         """
         security = security or Security()
         storage = create_storage(root, identity, layouts, durable=durable, security=security)
-        capacity = Capacity(root, storage, bounds)
-        return cls(identity.namespace, storage, layouts, capacity, security)
+        return cls(identity.namespace, storage, layouts, _capacity(storage, bounds), security)
 
     def share_reads(self) -> None:
         """Expect other processes of this host to read the same entries at the same time."""
@@ -318,6 +319,14 @@ def open_names(
     return KeyChain(ids, chunk_tokens, extras)
 
 
+def _capacity(
+    storage: LocalStorage | ObjectStorage, bounds: Limits | None
+) -> Capacity | BucketCapacity:
+    if isinstance(storage, ObjectStorage):
+        return BucketCapacity(storage, bounds)
+    return Capacity(storage.directory.parent, storage, bounds)
+
+
 def _passes(root: Path, security: Security) -> bool:
     """Whether a directory, if it exists, belongs to a trusted user. Raises StorageError."""
     with explaining(str(root)):
@@ -331,111 +340,70 @@ def _passes(root: Path, security: Security) -> bool:
 
 
 def create_storage(
-    root: Path,
+    root: Path | BucketPath,
     identity: Identity,
     layouts: Sequence[KVLayout],
     *,
     durable: bool,
     security: Security,
-) -> LocalStorage:
-    """Open the directory of a namespace; arguments and errors are :meth:`Namespace.create`'s."""
-    path = root / identity.namespace
-    judged = _passes(root, security)  # else opened with settings that do not ask for that
+) -> LocalStorage | ObjectStorage:
+    """Open the storage of a namespace; arguments and errors are :meth:`Namespace.create`'s.
+
+    An undescribed namespace is described first. If the description disagrees with ``layouts``, the
+    headers of entries decide: it is rewritten unless one of them disagrees, too.
+    """
+    path, wanted = root / identity.namespace, tuple(layouts)
+    # else opened with settings that do not ask for that
+    judged = root if isinstance(root, Path) and _passes(root, security) else None
 
     def check() -> None:
-        if judged:
-            check_owner(root, security)
-        found, wanted = read_description(path), tuple(layouts)
+        if judged is not None:
+            check_owner(judged, security)
+        found = read_description(path)
         if found.layouts and found.layouts != wanted:
             stated = stated_at(found)
             if not (stated and fits(stated, wanted)):
                 raise LayoutError(difference(found, layouts))
 
     def make(*, anew: bool = False) -> None:
-        if judged and root.exists():
-            check_owner(root, security)
+        if judged is not None and judged.exists():
+            check_owner(judged, security)
         make_namespace(path, identity, layouts, security, anew=anew)
 
-    return described(
-        lambda: read_description(path),
-        layouts,
-        make,
-        lambda: LocalStorage(path, durable=durable, renew=make, security=security, check=check),
-    )
-
-
-S = TypeVar("S", bound="LocalStorage | ObjectStorage")
-
-
-def described(
-    read: Callable[[], Description],
-    layouts: Sequence[KVLayout],
-    make: Callable[..., None],
-    open_: Callable[[], S],
-) -> S:
-    """Open a namespace's storage; an undescribed one is described first.
-
-    If the description disagrees with ``layouts``, the headers of entries decide: it is rewritten
-    unless one of them disagrees, too.
-
-    Args:
-        make: describes it if no description is sound; with ``anew=True`` in any case.
-
-    Raises LayoutError if it holds other layouts, StorageError.
-    """
-    found, wanted = read(), tuple(layouts)
-    with explaining(str(found.path)):
+    found = read_description(path)
+    with explaining(str(path)), contextlib.ExitStack() as stack:
         if not found.layouts:
             make()
-        with contextlib.ExitStack() as stack:
-            storage = open_()
-            stack.callback(storage.close)
-            if found.layouts != wanted:
-                stated = stated_layouts(storage, found.name)
-                if not fits(stated, wanted):
-                    there = replace(found, layouts=layouts_by(found, stated))
-                    raise LayoutError(difference(there, wanted))
-                if (found := read()).layouts != wanted:
-                    text = "%s says other layouts than the entries' headers: it is rewritten"
-                    log.warning(text, found.path / DESCRIPTION)
-                    make(anew=True)
-                    if read().layouts != wanted:
-                        msg = f"{found.path / DESCRIPTION} could not be read back"
-                        raise StorageError(errno.EIO, f"{msg}; is the storage healthy?")
-            stack.pop_all()
+        storage = (
+            ObjectStorage(path, make)
+            if isinstance(path, BucketPath)
+            else LocalStorage(path, durable=durable, renew=make, security=security, check=check)
+        )
+        stack.callback(storage.close)
+        if found.layouts != wanted:
+            _settle(storage, found, wanted, make)
+        stack.pop_all()
     return storage
 
 
-@dataclass(frozen=True, slots=True)
-class Place:
-    """A directory that can hold a cache."""
-
-    path: Location
-    """Absolute."""
-    made: bool
-    usage: Usage | None
-    """None for a bucket: counting costs requests."""
-
-    def __str__(self) -> str:
-        """Its path, and what is stored there.
-
-        >>> str(Place(Path("/kv"), False, Usage(39 << 20, 1204, exact=False)))
-        '/kv (about 39 MiB stored in 1,204 chunks)'
-        """
-        return f"{self.path} ({self.amount})" if self.amount else str(self.path)
-
-    @property
-    def amount(self) -> str:
-        """What is stored there, in words; empty if unknown."""
-        if self.usage is None:
-            return ""
-        if not self.usage.chunks:
-            return f"{'made now, ' * self.made}empty"
-        about = "" if self.usage.exact else "about "
-        mib = self.usage.nbytes / 2**20
-        amount = f"{mib:.0f} MiB" if mib >= 10 else f"{mib:.2f} MiB"
-        chunks = counted(self.usage.chunks, "chunk")
-        return f"{about}{amount} stored in {chunks}"
+def _settle(
+    storage: LocalStorage | ObjectStorage,
+    found: Description,
+    wanted: tuple[KVLayout, ...],
+    make: Callable[..., None],
+) -> None:
+    """Make a description that says other layouts than those that are ``wanted`` say these."""
+    path, stated = found.path, stated_layouts(storage, found.name)
+    if not fits(stated, wanted):
+        raise LayoutError(difference(replace(found, layouts=layouts_by(found, stated)), wanted))
+    if read_description(path).layouts == wanted:
+        return
+    text = "%s says other layouts than the entries' headers: it is rewritten"
+    log.warning(text, path / DESCRIPTION)
+    make(anew=True)
+    if read_description(path).layouts != wanted:
+        msg = f"{path / DESCRIPTION} could not be read back"
+        raise StorageError(errno.EIO, f"{msg}; is the storage healthy?")
 
 
 class Access(NamedTuple):
@@ -444,23 +412,3 @@ class Access(NamedTuple):
     durable: bool = False
     bounds: Limits | None = None
     security: Security | None = None
-
-
-def measured(root: str | os.PathLike[str], namespace: str = "", *, made: bool = False) -> Place:
-    """Return what is stored in a directory, or in a namespace of it. Raises OSError."""
-    only = [namespace] if namespace else None
-    return Place(Path(os.path.abspath(root)), made, measure(root, only=only))  # noqa: PTH100 - links
-
-
-def prepare_directory(root: str | os.PathLike[str], security: Security, *, writes: bool) -> Place:
-    """Check a directory as :func:`vua.store.place.prepare`, and try to write to it."""
-    path = Path(os.path.abspath(root))  # noqa: PTH100 - keeps symbolic links
-    made = not os.path.lexists(path)
-    check_root(path, create=writes or made, security=security)
-    with explaining(str(path)):
-        if writes:  # modes alone do not tell what a file server allows
-            probe = path / f"{TEMPORARY}{secrets.token_hex(8)}"
-            os.close(make_file(probe, os.O_EXCL))
-            with contextlib.suppress(FileNotFoundError):
-                probe.unlink()
-        return measured(path, made=made)

@@ -1,24 +1,55 @@
 """From a user's path to a namespace in use: a directory, a bucket, or several tiers.
 
 :func:`prepare` checks a path before an engine starts: loading a model takes minutes, so a wrong
-directory must show before that, in one line. Buckets and tiers are in :mod:`vua.store.far`, which
-is imported only when needed.
+directory must show before that, in one line.
 """
 
 from __future__ import annotations
 
+import contextlib
+import errno
+import functools
+import logging
 import os
-from collections.abc import Sequence
+import secrets
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import cast
 
 from vua.capacity.limits import Limits
+from vua.capacity.usage import Usage, measure
+from vua.errors import ConfigError, NotWritableError, StorageError, VUAError, explaining
 from vua.format.identity import Identity
 from vua.format.layout import KVLayout
+from vua.io.files import make_file
 from vua.io.forks import new_lock
+from vua.io.words import counted
 from vua.security.settings import Security
-from vua.storage.location import Location, is_directory_name
-from vua.storage.mark import check_root
-from vua.store.namespace import Access, Namespace, Place, measured, prepare_directory
+from vua.storage.bucket import Bucket
+from vua.storage.description import read_description
+from vua.storage.local import LocalStorage
+from vua.storage.location import (
+    BucketPath,
+    Location,
+    Tiers,
+    is_directory_name,
+    is_url,
+    names_of,
+    requests,
+)
+from vua.storage.mark import check_root, claim, is_marked
+from vua.storage.names import TEMPORARY
+from vua.storage.object import ObjectStorage
+from vua.store.namespace import Access, Namespace, create_storage, make_namespace, settled
+from vua.store.tiered import TieredCapacity, TieredStorage
+
+log = logging.getLogger(__name__)
+
+
+def at(url: str | os.PathLike[str]) -> BucketPath:
+    """Return a URL's bucket and prefix. Raises ConfigError."""
+    return BucketPath(Bucket.at(str(url)))
 
 
 def locate(
@@ -35,27 +66,62 @@ def locate(
     """
     if is_directory_name(root):
         return check_root(root, create=create, security=security)
-    from vua.store import far  # noqa: PLC0415 - most caches are directories
+    if is_url(root):
+        return _locate_bucket(root, create=create)
+    near, *far = map(str, names_of(root))
+    return Tiers(
+        check_root(near, create=create, security=security),
+        tuple(_locate_tier(place, create=create, security=security) for place in far),
+    )
 
-    return far.locate(root, create=create, security=security)
+
+def _locate_bucket(root: str, *, create: bool) -> BucketPath:
+    place = at(root)
+    if create:
+        claim(place)
+    else:
+        is_marked(place)  # raises for another version's
+    return place
 
 
-def open_namespace(path: Location, *, security: Security | None = None) -> Namespace | None:
-    """Open the namespace at ``path``; None if its layouts are unknown.
+def _locate_tier(root: str, *, create: bool, security: Security | None) -> Path | BucketPath:
+    place = Path(os.path.abspath(root)) if is_directory_name(root) else at(root)  # noqa: PTH100
+    problem: object = None
+    try:
+        if isinstance(place, BucketPath):
+            _locate_bucket(root, create=create)
+        elif os.path.lexists(place.parent):
+            check_root(place, create=create, security=security)
+        else:
+            problem = f"{place.parent} is missing"
+    except StorageError as found:
+        problem = found
+    if problem is not None:
+        log.warning("%s does not answer; what is stored is sent later: %s", place, problem)
+    return place
+
+
+def open_namespace(
+    path: Location,
+    *,
+    security: Security | None = None,
+    bounds: Limits | None = None,
+    layouts: Sequence[KVLayout] | None = None,
+) -> Namespace | None:
+    """Open the namespace at ``path`` as :meth:`Namespace.open`; None if its layouts are unknown.
 
     One described tier is enough; then the nearest is described, too. Raises OSError; StorageError
     if it belongs to an untrusted user.
     """
-    return _open(path, Access(security=security), None)
-
-
-def _open(path: Location, access: Access, layouts: Sequence[KVLayout] | None) -> Namespace | None:
-    """Open a namespace; a directory with the reader's ``layouts`` unless an entry denies them."""
-    if isinstance(path, Path):
-        return Namespace.open(path, security=access.security, layouts=layouts)
-    from vua.store import far  # noqa: PLC0415 - most caches are directories
-
-    return far.open_namespace(path, access)
+    if not isinstance(path, Tiers):
+        return Namespace.open(path, security=security, layouts=layouts)
+    described = (settled(read_description(place)) for place in path.places)
+    found = next((one for one in described if one.layouts), None)
+    if found is None or found.identity is None:
+        return None
+    return create_namespace(
+        *(path.parent, found.identity, found.layouts), bounds=bounds, security=security
+    )
 
 
 def create_namespace(
@@ -68,13 +134,41 @@ def create_namespace(
     security: Security | None = None,
 ) -> Namespace:
     """Open a namespace for reading and writing: :meth:`Namespace.create`, for any location."""
-    if isinstance(root, Path):
+    near = root.near if isinstance(root, Tiers) else root
+    if not (isinstance(root, Tiers) and root.far):
         return Namespace.create(
-            *(root, identity, layouts), durable=durable, bounds=bounds, security=security
+            *(near, identity, layouts), durable=durable, bounds=bounds, security=security
         )
-    from vua.store import far  # noqa: PLC0415 - most caches are directories
+    security = security or Security()
+    storage = create_storage(root.near, identity, layouts, durable=durable, security=security)
+    far = _open_tiers(root.far, identity, layouts, security)
+    where = ", ".join(str(one.directory.parent) for one in far)
+    tiered = TieredStorage(cast("LocalStorage", storage), far, where)
+    capacity = TieredCapacity(tiered, identity.namespace, bounds)
+    namespace = Namespace(identity.namespace, tiered, layouts, capacity, security)
+    namespace.travel = capacity.travel
+    return namespace
 
-    return far.create_namespace(*(root, identity, layouts), Access(durable, bounds, security))
+
+def _open_tiers(
+    places: Sequence[Path | BucketPath],
+    identity: Identity,
+    layouts: Sequence[KVLayout],
+    security: Security,
+) -> list[LocalStorage | ObjectStorage]:
+    found: list[LocalStorage | ObjectStorage] = []
+    for root in places:
+        path = root / identity.namespace
+        make = functools.partial(make_namespace, path, identity, layouts, security)
+        try:
+            if isinstance(path, BucketPath):  # described by the first write
+                found.append(ObjectStorage(path, make))
+                continue
+            make()
+            found.append(LocalStorage(path, renew=make, security=security))
+        except OSError as problem:
+            log.warning("%s is left out: %s", root, problem)
+    return found
 
 
 class LazyNamespace:
@@ -91,8 +185,12 @@ class LazyNamespace:
         with self._lock:
             if self.reading is None or self.reading.storage.gone:
                 path = self._root / self._identity.namespace
-                access = self._access._replace(durable=False)
-                self.reading = self.writing or _open(path, access, layouts)
+                self.reading = self.writing or open_namespace(
+                    path,
+                    security=self._access.security,
+                    bounds=self._access.bounds,
+                    layouts=layouts,
+                )
             return self.reading
 
     def to_write(self, layouts: Sequence[KVLayout]) -> Namespace:
@@ -109,16 +207,47 @@ class LazyNamespace:
             namespace.close()
 
 
+@dataclass(frozen=True, slots=True)
+class Place:
+    """A directory that can hold a cache."""
+
+    path: Location
+    """Absolute."""
+    made: bool
+    usage: Usage | None
+    """None for a bucket: counting costs requests."""
+
+    def __str__(self) -> str:
+        """Its path, and what is stored there.
+
+        >>> str(Place(Path("/kv"), False, Usage(39 << 20, 1204, exact=False)))
+        '/kv (about 39 MiB stored in 1,204 chunks)'
+        """
+        return f"{self.path} ({self.amount})" if self.amount else str(self.path)
+
+    @property
+    def amount(self) -> str:
+        """What is stored there, in words; empty if unknown."""
+        if self.usage is None:
+            return ""
+        if not self.usage.chunks:
+            return f"{'made now, ' * self.made}empty"
+        about = "" if self.usage.exact else "about "
+        mib = self.usage.nbytes / 2**20
+        amount = f"{mib:.0f} MiB" if mib >= 10 else f"{mib:.2f} MiB"
+        chunks = counted(self.usage.chunks, "chunk")
+        return f"{about}{amount} stored in {chunks}"
+
+
 def look_at(root: str | os.PathLike[str] | Sequence[str], *, namespace: str = "") -> Place:
-    """Return what is stored in a directory, or in a namespace of it.
+    """Return what is stored in a directory, the first of several tiers, or in a namespace of it.
 
-    Takes about a tenth of a second. Raises OSError.
+    Of a bucket nothing is told. Takes about a tenth of a second. Raises OSError.
     """
-    if is_directory_name(root):
-        return measured(root, namespace)
-    from vua.store import far  # noqa: PLC0415 - most caches are directories
-
-    return far.look_at(root, namespace)
+    if is_url(root):
+        return Place(at(root), made=False, usage=None)
+    path = Path(os.path.abspath(names_of(root)[0]))  # noqa: PTH100 - keeps symbolic links
+    return Place(path, made=False, usage=measure(path, only=[namespace] if namespace else None))
 
 
 def prepare(
@@ -134,8 +263,65 @@ def prepare(
             mounted), or untrusted users could replace its files.
         StorageError: it cannot be made, searched or, with ``writes``, written to.
     """
-    if is_directory_name(root):
-        return prepare_directory(root, security, writes=writes)
-    from vua.store import far  # noqa: PLC0415 - most caches are directories
+    if is_url(root):
+        _in_a_child(lambda: _try_bucket(root, writes=writes))
+        return look_at(root)
+    path = Path(os.path.abspath(names_of(root)[0]))  # noqa: PTH100 - keeps symbolic links
+    made = not os.path.lexists(path)
+    check_root(path, create=writes or made, security=security)
+    with explaining(str(path)):
+        if writes:  # modes alone do not tell what a file server allows
+            probe = path / f"{TEMPORARY}{secrets.token_hex(8)}"
+            os.close(make_file(probe, os.O_EXCL))
+            with contextlib.suppress(FileNotFoundError):
+                probe.unlink()
+        place = replace(look_at(path), made=made)
+    if not is_directory_name(root):
+        _in_a_child(lambda: locate(root, create=writes, security=security))
+    return place
 
-    return far.prepare(root, security, writes=writes)
+
+def _try_bucket(root: str, *, writes: bool) -> None:
+    """Check that a prefix is usable; write an object and delete it.
+
+    Raises ConfigError, StorageError.
+    """
+    place = _locate_bucket(root, create=writes)
+    if not writes:
+        return
+    key = (place / f"{TEMPORARY}{secrets.token_hex(8)}").key
+    place.bucket.put(key, b"")
+    place.bucket.delete([key])
+
+
+def _in_a_child(work: Callable[[], object]) -> None:
+    """Use a bucket in a forked child: engines fork from this process later.
+
+    They could not use connections that this process has made. Raises what ``work`` raises.
+    """
+    if requests:
+        work()
+        return
+    reading, writing = os.pipe()
+    child = os.fork()
+    if not child:
+        answer = b""
+        try:
+            work()
+        except VUAError as problem:
+            letter = b"w" if isinstance(problem, NotWritableError) else b"s"
+            letter = b"c" if isinstance(problem, ConfigError) else letter
+            answer = letter + (getattr(problem, "strerror", None) or str(problem)).encode()
+        except BaseException as problem:  # noqa: BLE001 - for the parent
+            answer = b"s" + repr(problem).encode()
+        finally:
+            os.write(writing, answer[:4096])
+            os._exit(0)
+    os.close(writing)
+    with open(reading, "rb") as stream:  # noqa: PTH123 - a descriptor
+        text = stream.read().decode(errors="replace")
+    os.waitpid(child, 0)
+    if text:
+        if text[0] == "c":
+            raise ConfigError(text[1:])
+        raise (NotWritableError if text[0] == "w" else StorageError)(errno.EIO, text[1:])

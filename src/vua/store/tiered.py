@@ -24,10 +24,13 @@ from typing import Final
 
 import numpy as np
 
+from vua.capacity.bucket import Renewal
+from vua.capacity.limits import Limits
 from vua.capacity.lru import mtime_ns_of, set_mtime
 from vua.capacity.marks import mark
 from vua.capacity.reservation import Capacity
 from vua.errors import EntryError, StorageError
+from vua.format.keys import Keys
 from vua.io.forks import watch
 from vua.io.pool import Job, Pool
 from vua.storage.base import (
@@ -42,6 +45,7 @@ from vua.storage.base import (
 )
 from vua.storage.local import LocalStorage
 from vua.storage.names import SENT, chunk_path
+from vua.storage.object import ObjectStorage
 from vua.store.entry_reader import verified
 
 log = logging.getLogger(__name__)
@@ -503,3 +507,31 @@ def _copy_rows(batch: Batch, first: int, part: Batch, count: int) -> None:
     batch.digests[rows] = part.digests[:count]
     if batch.into.discard is not None and part.into.discard is not None:
         batch.into.discard[rows] = part.into.discard[:count]
+
+
+class TieredCapacity(Capacity):
+    """The capacity of a tiered directory: entries are uploaded, and stay young in buckets."""
+
+    def __init__(self, storage: TieredStorage, name: str, bounds: Limits | None) -> None:
+        near = storage.near
+        super().__init__(near.directory.parent, near, bounds)
+        self.reclaimer.spare_unsent()
+        self.travel = Travel(near, storage.far, name, self, where=storage.where)
+        storage.travels, seen = self.travel, self.travel.resend_missing
+        self._buckets = [one for one in storage.far if isinstance(one, ObjectStorage)]
+        self.renewals = [Renewal(one, bounds, seen) for one in self._buckets]
+
+    def used(self, keys: Keys, chunks: int, *, wait: bool = False, storing: bool = False) -> None:
+        """As in a directory; also renew old objects in buckets, in the background."""
+        super().used(keys, chunks, wait=wait, storing=storing)
+        for one in self.renewals:
+            one.used(keys, chunks)
+
+    def close(self) -> None:
+        """Upload what waits, for some seconds at most, and finish pending work."""
+        self.travel.close()
+        for one in self.renewals:
+            one.close()
+        for storage in self._buckets:
+            storage.close()
+        super().close()

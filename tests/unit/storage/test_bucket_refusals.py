@@ -18,7 +18,7 @@ from proxy import FaultyProxy
 from vua.core import VUA, VUAConfig
 from vua.storage.bucket import Bucket
 from vua.storage.location import BucketPath
-from vua.storage.mark import is_marked_bucket
+from vua.storage.mark import is_marked
 
 pytest.importorskip("obstore")
 
@@ -51,7 +51,7 @@ class RefusalTest(DirectoryTest):
             found = vua.get_closest(TOKENS)
             self.assertEqual((12, kv_bits(KV)), (found.num_tokens, kv_bits(found.data)))
             self.assertEqual(0, vua.put(TOKENS, KV))
-        self.assertTrue(is_marked_bucket(BucketPath(self.bucket)))
+        self.assertTrue(is_marked(BucketPath(self.bucket)))
 
     @pytest.mark.thorough
     def test_bad_conditions(self) -> None:
