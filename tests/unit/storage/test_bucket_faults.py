@@ -2,19 +2,29 @@
 
 from __future__ import annotations
 
+import datetime as dt
+import ipaddress
 import logging
+import ssl
 import time
 import unittest
+from collections import Counter
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
+import torch
 
-from buckets import seaweedfs
+from buckets import moto, seaweedfs, speaking_to
+from commands import run, run_json
+from helpers import DirectoryTest, caches_of, kv_bits
 from proxied import CHUNKS, CONFIG, KV, TOKENS, ProxiedTest
-from proxy import HARMS, REFUSALS
-from vua.core import VUA
+from proxy import HARMS, REFUSALS, FaultyProxy
+from vua.core import VUA, VUAConfig
 from vua.errors import StorageError
 from vua.storage.bucket import Bucket
+from vua.storage.location import BucketPath
+from vua.storage.mark import is_marked
 
 pytest.importorskip("obstore")
 pytestmark = pytest.mark.thorough
@@ -155,3 +165,215 @@ _tests()
 
 if __name__ == "__main__":
     unittest.main()
+
+
+pytest.importorskip("obstore")
+pytest.importorskip("cryptography")
+
+
+def certificate(folder: Path) -> Path:
+    """Write a certificate of 127.0.0.1, signed by itself, and its key into one file."""
+    from cryptography import x509
+    from cryptography.hazmat.primitives import hashes, serialization
+    from cryptography.hazmat.primitives.asymmetric import ec
+
+    key = ec.generate_private_key(ec.SECP256R1())
+    name = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, "vua tests")])
+    now = dt.datetime.now(dt.UTC)
+    hosts = x509.SubjectAlternativeName([x509.IPAddress(ipaddress.ip_address("127.0.0.1"))])
+    made = (
+        x509.CertificateBuilder(name, name, key.public_key(), x509.random_serial_number())
+        .not_valid_before(now - dt.timedelta(days=1))
+        .not_valid_after(now + dt.timedelta(days=1))
+        .add_extension(hosts, critical=False)
+        .sign(key, hashes.SHA256())
+    )
+    pem = serialization.Encoding.PEM
+    secret = key.private_bytes(pem, serialization.PrivateFormat.PKCS8, serialization.NoEncryption())
+    path = folder / "certificate.pem"
+    path.write_bytes(made.public_bytes(pem) + secret)
+    return path
+
+
+class TlsTest(DirectoryTest):
+    """A real server behind a proxy that speaks https; nothing allows http."""
+
+    def setUp(self) -> None:
+        super().setUp()
+        self.pem = certificate(self.root)
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        context.load_cert_chain(self.pem)
+        self.proxy = FaultyProxy(seaweedfs().endpoint, tls=context)
+        self.addCleanup(self.proxy.close)
+        self.url = seaweedfs().place()
+
+    def speak(self, **more: str) -> None:
+        self.enterContext(speaking_to(self.proxy.endpoint, AWS_ALLOW_HTTP="false", **more))
+
+    def found(self) -> int:
+        """How many tokens of the prompt are found; they are right."""
+        with VUA(CONFIG, self.url) as vua:
+            found = vua.get_closest(TOKENS)
+        self.assertEqual(kv_bits(KV, found.num_tokens) if found else [], kv_bits(found.data))
+        return found.num_tokens
+
+    @pytest.mark.thorough
+    def test_stored_and_found(self) -> None:
+        """With the certificate's authority in the environment."""
+        self.speak(AWS_CA_BUNDLE=str(self.pem))
+        with VUA(CONFIG, self.url) as vua:
+            self.assertEqual(CHUNKS, vua.put(TOKENS, KV))
+        asked: list[str] = []
+        self.proxy.plan = lambda _, method, path: asked.append(f"{method} {path}") or ""
+        self.assertEqual(len(TOKENS), self.found())
+        bodies = [one for one in asked if one.startswith("GET") and ".safetensors" in one]
+        described = 2  # entries whose headers tell the layout when the namespace is opened
+        self.assertEqual(CHUNKS + described, len(bodies))
+
+    @pytest.mark.thorough
+    def test_unknown_certificate(self) -> None:
+        """Nothing is sent to a server that nobody vouches for."""
+        self.speak()
+        with self.assertRaises(StorageError), VUA(CONFIG, self.url) as vua:
+            vua.put(TOKENS, KV)
+        self.assertEqual(0, sum(self.proxy.counts.values()))
+
+    @pytest.mark.thorough
+    def test_bodies_are_not_signed(self) -> None:
+        """Unless the environment asks for it."""
+        for more, unsigned in (({}, True), ({"AWS_UNSIGNED_PAYLOAD": "false"}, False)):
+            self.url = seaweedfs().place()
+            before = self.proxy.unsigned["PUT"]
+            self.speak(AWS_CA_BUNDLE=str(self.pem), **more)
+            with VUA(CONFIG, self.url) as vua:
+                vua.put(TOKENS, KV)
+            self.assertEqual(unsigned, self.proxy.unsigned["PUT"] - before >= CHUNKS, more)
+
+
+pytest.importorskip("obstore")
+
+FEW_CONFIG = VUAConfig(split_factor=4, model="tiny")
+FEW = torch.arange(12)
+FEW_KV = caches_of(layers=1, heads=1, tokens=12, dim=8)
+
+
+class RefusalTest(DirectoryTest):
+    """A place behind a proxy."""
+
+    def setUp(self) -> None:
+        """Start the proxy, which passes everything on at first."""
+        super().setUp()
+        self.proxy = FaultyProxy(moto())
+        self.addCleanup(self.proxy.close)
+        self.enterContext(speaking_to(self.proxy.endpoint))
+        self.url = f"s3://vua/{self.root.name}"
+        self.bucket = Bucket.at(self.url)
+
+    def sent(self) -> Counter[str]:
+        """The requests of this process to the bucket, but for bytes and failures."""
+        kinds = ("get", "head", "put", "list", "copy", "delete")
+        return Counter({kind: self.bucket.counts[kind] for kind in kinds})
+
+    def check(self) -> None:
+        """Store, load, and store again, which sends nothing twice."""
+        with VUA(FEW_CONFIG, self.url) as vua:
+            self.assertEqual(3, vua.put(FEW, FEW_KV))
+            found = vua.get_closest(FEW)
+            self.assertEqual((12, kv_bits(FEW_KV)), (found.num_tokens, kv_bits(found.data)))
+            self.assertEqual(0, vua.put(FEW, FEW_KV))
+        self.assertTrue(is_marked(BucketPath(self.bucket)))
+
+    @pytest.mark.thorough
+    def test_bad_conditions(self) -> None:
+        """A server that takes no `If-None-Match` is asked first, and then written to."""
+        self.proxy.plan = lambda *_: "bad conditions"
+        self.check()
+        with self.assertRaises(FileExistsError):
+            self.bucket.put("vua.json", b"other", create=True)
+
+    @pytest.mark.thorough
+    def test_failing_conditions(self) -> None:
+        """So is one for which each object is there already."""
+        self.proxy.plan = lambda *_: "failing conditions"
+        self.check()
+
+    @pytest.mark.thorough
+    def test_no_conditions(self) -> None:
+        """The client begins such an answer anew for some seconds; VUA asks once."""
+        self.proxy.plan = lambda *_: "no conditions"
+        self.check()
+
+    @pytest.mark.thorough
+    def test_no_bulk(self) -> None:
+        """Without deletion of many objects are deleted one by one, from then on at once."""
+        self.check()
+        self.proxy.plan = lambda *_: "no bulk"
+        self.assertEqual(0, run("gc", self.url, "--max-bytes", "0", "--yes")[0])
+        self.check()
+        before = self.sent()
+        code, report = run_json("rm", self.url, "--all", "--yes")
+        self.assertEqual((0, 4), (code, report["objects"]))
+        self.assertEqual(["vua.json"], [one.key for one in self.bucket.walk()])
+        self.assertEqual(4, (self.sent() - before)["delete"] - 2)  # bulk: chunks; the description
+
+    @pytest.mark.thorough
+    def test_locked(self) -> None:
+        """Deletions that an object lock refuses are tried, counted and said; nothing else ends."""
+        self.check()
+        self.proxy.plan = lambda *_: "locked"
+        code, _, err = run("rm", self.url, "--all", "--yes")
+        self.assertEqual(2, code)
+        self.assertRegex(err, "object lock")
+        self.assertEqual(0, run("verify", self.url)[0])
+
+    @pytest.mark.thorough
+    def test_damaged_and_locked(self) -> None:
+        """What is damaged and cannot be deleted is written over, and is found again."""
+        self.check()
+        key = min(one.key for one in self.bucket.walk() if one.key.endswith(".safetensors"))
+        data = bytearray(self.bucket.get(key)[1])
+        data[-1] ^= 1
+        self.bucket.put(key, bytes(data))
+        self.proxy.plan = lambda *_: "locked"
+        with VUA(FEW_CONFIG, self.url) as vua:
+            self.assertLess(vua.get_closest(FEW).num_tokens, 12)
+            self.assertGreaterEqual(vua.put(FEW, FEW_KV), 1)
+            self.assertEqual(12, vua.get_closest(FEW).num_tokens)
+
+    @pytest.mark.thorough
+    def test_checksum(self) -> None:
+        """A server that wants a checksum with each write gets it, from then on at once."""
+        self.proxy.plan = lambda *_: "no checksum"
+        self.check()
+        before = self.sent()
+        self.bucket.put("other", b"1")
+        self.assertEqual(1, (self.sent() - before)["put"])
+
+    @pytest.mark.thorough
+    def test_object_lock(self) -> None:
+        """A bucket with a retention, on a real server: a deletion leaves a version."""
+        boto3, server = pytest.importorskip("boto3"), seaweedfs()
+        name = f"lock-{self.root.name}".lower().replace("_", "-")
+        with speaking_to(server.endpoint):
+            s3 = boto3.session.Session().client("s3", endpoint_url=server.endpoint)
+            s3.create_bucket(Bucket=name, ObjectLockEnabledForBucket=True)
+            retention = {"Mode": "COMPLIANCE", "Days": 1}
+            rule = {"ObjectLockEnabled": "Enabled", "Rule": {"DefaultRetention": retention}}
+            s3.put_object_lock_configuration(Bucket=name, ObjectLockConfiguration=rule)
+            self.url = f"s3://{name}/kv"
+            self.bucket = Bucket.at(self.url)
+            self.check()
+            self.assertEqual(0, run("rm", self.url, "--all", "--yes")[0])
+            self.assertEqual(["vua.json"], [one.key for one in self.bucket.walk()])
+            self.check()
+
+    @pytest.mark.thorough
+    def test_requests(self) -> None:
+        """A usual server sees as many requests as before there was a way round."""
+        with VUA(FEW_CONFIG, self.url) as vua:
+            vua.put(FEW, FEW_KV)
+        sent = self.sent()
+        self.assertEqual((6, 4, 0), (sent["put"], sent["head"], sent["delete"]))
+        self.assertEqual(0, run("rm", self.url, "--all", "--yes")[0])
+        sent = self.sent() - sent
+        self.assertEqual({"get": 2, "list": 3, "delete": 2}, dict(sent))

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Iterator
+import unittest
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -17,7 +19,14 @@ from vua.core import VUA, VUAConfig
 from vua.errors import LayoutError
 from vua.format.identity import Identity
 from vua.security.settings import Security
-from vua.storage.description import read_description
+from vua.storage.description import (
+    ABSENT,
+    Description,
+    FieldDifference,
+    differences,
+    nearest,
+    read_description,
+)
 
 CONFIG = VUAConfig(split_factor=4, model="m")
 TOKENS = torch.arange(8)
@@ -259,3 +268,60 @@ class TestOtherVersion(DescriptionTest):
         run("gc", self.root, "--max-bytes", "0")
         left = sorted(path.name[:3] for path in self.root.glob("*/*/*/*.safetensors"))
         self.assertEqual(["x9.", "x9."], left)
+
+
+ROPE = {"rope_type": "default", "rope_theta": 10000.0}
+MODEL_CONFIG: Mapping[str, object] = {
+    "model_type": "llama",
+    "hidden_size": 64,
+    "rope_parameters": ROPE,
+}
+
+
+def like(edits: Mapping[str, object] | None = None, **others: Any) -> Identity:
+    """The identity of an engine with an edited config."""
+    fields: dict[str, Any] = {"weights": "w", "kv_dtype": "BF16", "name": "m"}
+    return Identity.of_config({**MODEL_CONFIG, **(edits or {})}, **(fields | others))
+
+
+def described(identity: Identity | None) -> Description:
+    name = identity.namespace if identity else "0" * 64
+    return Description(Path("/kv") / name, identity)
+
+
+class NearestTest(unittest.TestCase):
+    def test_fields_and_values(self) -> None:
+        """Fields of the config by path with both values; the weights first."""
+        for theirs, expected in (
+            (like(), []),
+            (like(name="another name"), []),
+            (like({"hidden_size": 128}), [("hidden_size", 64, 128)]),
+            (like({"vua.vllm": {"a": 1}}), [("vua.vllm.a", ABSENT, 1)]),
+            (
+                like({"rope_parameters": {**ROPE, "rope_theta": 5e5}}),
+                [("rope_parameters.rope_theta", 10000, 500000)],
+            ),
+            (
+                like(kv_dtype="F16", weights="v"),
+                [("weights", "w", "v"), ("kv_dtype", "BF16", "F16")],
+            ),
+        ):
+            with self.subTest(expected):
+                found = differences(like(), theirs)
+                self.assertEqual([FieldDifference(*one) for one in expected], found)
+        (one,) = differences(like(), like({"attention_bias": True}))
+        self.assertEqual("attention_bias is absent here and true there", str(one))
+
+    def test_without_what_was_counted(self) -> None:
+        """Another digest is all that is known of a namespace that does not list its fields."""
+        theirs = replace(like({"hidden_size": 128}), counted={})
+        self.assertEqual(["model"], [one.field for one in differences(like(), theirs)])
+
+    def test_order(self) -> None:
+        """Of the same weights first, then by the number of fields."""
+        tuned, far = like(weights="tuned"), like({"a": 1, "b": 2, "c": 3})
+        near, unknown = like({"a": 1}, epoch="2"), None
+        found = nearest(like(), [described(one) for one in (tuned, unknown, far, like(), near)])
+
+        self.assertEqual([like(), near, far, tuned], [one.found.identity for one in found])
+        self.assertEqual(["epoch", "a"], [one.field for one in found[1].differences])

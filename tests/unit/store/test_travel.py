@@ -9,14 +9,15 @@ import shutil
 import signal
 import threading
 import time
+from collections.abc import Callable
 from unittest import mock
 
 import pytest
-from travellers import CONFIG, KV, prompt, until, wait_for_travel
+import torch
 
 from buckets import memory_url, seaweedfs, speaking_to
 from commands import run, run_json
-from helpers import DirectoryTest, kv_bits, namespace_of
+from helpers import DirectoryTest, caches_of, kv_bits, namespace_of
 from vua.capacity.reservation import Reservation
 from vua.core import VUA, VUAConfig
 from vua.errors import StorageError
@@ -27,6 +28,28 @@ from vua.store.place import open_namespace
 from vua.store.tiered import Travel
 
 pytest.importorskip("obstore")
+
+CONFIG = VUAConfig(split_factor=16, model="tiny")
+KV = caches_of(layers=2, heads=2, tokens=64, dim=8, seed=1)
+
+
+def prompt(number: int) -> torch.Tensor:
+    """The tokens of one of many prompts without a common prefix."""
+    return torch.arange(64) + 1000 * number
+
+
+def until(true: Callable[[], bool]) -> None:
+    stop_s = time.monotonic() + 300
+    while not true():
+        if time.monotonic() > stop_s:
+            raise AssertionError("it never came")
+        time.sleep(0.01)
+
+
+def wait_for_travel(vua: VUA) -> None:
+    """Wait until nothing is on its way from the nearest place."""
+    until(lambda: not namespace_of(vua).travel.waiting)
+
 
 TOKENS = prompt(0)
 

@@ -1,8 +1,9 @@
-"""The directory of a running process is deleted, replaced, mounted over: it follows its path."""
+"""Mirrors `vua.storage.local`: it follows its path, and which reads go past the page cache."""
 
 from __future__ import annotations
 
 import errno
+import json
 import logging
 import os
 import shutil
@@ -10,18 +11,35 @@ import subprocess
 import sys
 import tempfile
 import time
+import unittest
 from collections.abc import Callable
 from pathlib import Path
 from unittest import mock
 
+import numpy as np
 import pytest
 import torch
 
-from helpers import DirectoryTest, caches_of, kv_bits, remove_tree
+from helpers import (
+    DirectoryTest,
+    Memory,
+    caches_of,
+    has_native,
+    keys_of,
+    kv_bits,
+    model_arrays,
+    remove_tree,
+    save_chunk,
+)
+from scorecard.mounts import why_no_mounts
+from speed import cool, direct_works, is_cold
 from vua.core import VUA, VUAConfig
 from vua.errors import StorageError, VUAError
+from vua.format.identity import Identity
+from vua.format.layout import KVLayout
 from vua.storage.local import LOOK_S, LocalStorage
 from vua.storage.mark import MARK
+from vua.store.namespace import Namespace
 
 TOKENS = torch.arange(64)
 CACHE = caches_of(layers=1, heads=2, tokens=64, dim=64)
@@ -269,3 +287,76 @@ class FollowedTest(DirectoryTest):
         with mock.patch.object(os, "stat", side_effect=PermissionError(errno.EACCES, "no")):
             self.assertTrue(storage.follow(doubt=True))
         self.assertEqual(4, len(list(storage.list())))
+
+
+PAGE = 4096
+
+
+class TestDirectReads(DirectoryTest):
+    def test_first_and_second_read(self) -> None:
+        """Cold chunks are read past the page cache once; the second time they come into it.
+
+        Sizes that are no multiple of a page, several files a unit, memory of blocks. Control:
+        files read before come into the page cache by their next load, and files that others are
+        said to read, too, by their first.
+        """
+        if not has_native():
+            self.skipTest("native code is not built: python3 dev.py build")
+        if (why_not := direct_works(self.root)) is not None:
+            self.skipTest(why_not)
+        layout = KVLayout(layers=7, kv_heads=3, k_dim=40, v_dim=24, dtype="BF16", chunk_tokens=48)
+        keys, arrays = keys_of(range(5 * 48), 48), model_arrays(layout, 5)
+        wanted = Memory(layout, layout.full, 5, block_tokens=16).fill(arrays)
+        for before, shared, colds in (
+            (False, False, (5, 0, 0)),
+            (True, False, (0, 0, 0)),
+            (False, True, (0, 0, 0)),
+        ):
+            root = self.root / f"{before} {shared}"
+            namespace = Namespace.create(root, Identity(model="m", chunk_tokens=48), [layout])
+            [store] = namespace.stores
+            if shared:
+                namespace.share_reads()
+            for place, key in enumerate(keys):
+                save_chunk(store, key, wanted.map(), place=place)
+            paths = list(root.rglob("*.safetensors"))
+            cool(paths, sync=True)
+            if not all(map(is_cold, paths)):
+                self.skipTest("the page cache keeps files of this file system")
+            if before:
+                store.load(keys, Memory(layout, layout.full, 5, block_tokens=16).map())
+                cool(paths, sync=False)
+            for turn, expected in enumerate(colds):
+                with self.subTest(read_before=before, shared=shared, turn=turn):
+                    memory = Memory(layout, layout.full, 5, block_tokens=16)
+                    self.assertEqual(5, store.load(keys, memory.map()).chunks)
+                    for want, got in zip(wanted.buffers, memory.buffers, strict=True):
+                        np.testing.assert_array_equal(want, got)
+                    self.assertEqual(expected, sum(map(is_cold, paths)))
+            store.close()
+
+
+ALL_TESTS = Path(__file__).resolve().parents[2]
+
+
+class SituationsTest(DirectoryTest):
+    @unittest.skipIf(why_no_mounts("ext4"), "mounts cannot be made here")
+    @pytest.mark.thorough
+    def test_short(self) -> None:
+        """Nothing wrong, no request fails, and what is new is stored and found again soon."""
+        few = "fill ext4,another in its place,read-only,lower layer"
+        more = "fill a tmpfs,removed,each file,each other,a file in its place,no descriptor,4 KiB"
+        for face, chosen, many in (("library", f"{few},{more}", 20), ("CLI", few, 5)):
+            report = self.root / f"{face}.json"
+            words = ["--faces", face, "--only", chosen, "--json", str(report)]
+            done = subprocess.run(
+                [sys.executable, str(ALL_TESTS / "situations.py"), *words],
+                env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+                capture_output=True, text=True, check=False,
+            )  # fmt: skip
+            self.assertEqual(0, done.returncode, done.stdout + done.stderr)
+            cells = json.loads(report.read_text())
+            self.assertEqual(many, len(cells))
+            for name, cell in cells.items():
+                with self.subTest(name, face=face):
+                    self.assertGreater(cell[face]["right"], 0)
