@@ -6,7 +6,7 @@ Fills a bucket in memory with so many chunks (one object each, in prompts of 32 
 objects `parents/` that engines write), runs every command that looks at all of it, and counts
 requests by kind. Two sizes give the requests that every call needs and those for each chunk. So it
 prints those for 10^6 and 10^8 chunks, and what they cost by the prices of
-`vua.storage.location`. The entries of a second tensor-parallel rank are objects of their own,
+`vua.storage`. The entries of a second tensor-parallel rank are objects of their own,
 and come on top.
 """
 
@@ -24,9 +24,10 @@ import xxhash
 from directory import CODEC, IDENTITY, LAYOUT, PROMPT_CHUNKS, keys_of
 from vua.cli import main as vua
 from vua.format.parse import encode_header
+from vua.storage import KINDS, PRICES, cost_dollars
 from vua.storage.base import entry_name
 from vua.storage.bucket import Bucket
-from vua.storage.location import KINDS, PRICES, BucketPath, cost_dollars
+from vua.storage.location import BucketPath
 from vua.storage.names import entry_path
 from vua.storage.object import FULL, write_parents
 from vua.store.namespace import Namespace

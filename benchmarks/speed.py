@@ -20,6 +20,7 @@ import platform
 import secrets
 import shutil
 import statistics
+import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -40,7 +41,7 @@ from vua.errors import InputError, VUAError
 from vua.format.layout import KVLayout
 from vua.io.files import make_folder
 from vua.io.memory import IOV_MAX
-from vua.io.posix import cached_pages, page_aligned
+from vua.io.posix import page_aligned
 from vua.storage.bucket import Bucket
 from vua.storage.location import BucketPath, is_url
 from vua.storage.object import ObjectStorage
@@ -145,8 +146,10 @@ def is_cold(path: str | Path) -> bool:
     """Whether the page cache holds nothing of a file."""
     fd = os.open(path, os.O_RDONLY)
     try:
-        if (pages := cached_pages(fd)) is not None:
-            return pages == 0
+        whole, found = ctypes.create_string_buffer(16), ctypes.create_string_buffer(40)
+        number = ctypes.c_long(451)  # cachestat, since Linux 6.5; for files that may be written
+        if _LIBC.syscall(number, ctypes.c_int(fd), whole, found, ctypes.c_uint(0)) == 0:
+            return int.from_bytes(found.raw[:8], sys.byteorder) == 0
         with suppress(BlockingIOError):  # an older system: may make it fetch the file
             os.preadv(fd, [bytearray(PAGE)], 0, os.RWF_NOWAIT)
             return False

@@ -21,7 +21,7 @@ from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from typing import TYPE_CHECKING, Any, Final, TextIO, cast
 
 from vua.io.words import counted, size
-from vua.storage.location import KINDS, cost_dollars
+from vua.storage import KINDS, cost_dollars
 
 if TYPE_CHECKING:
     from rich.console import Console  # takes as long as all of a command

@@ -33,8 +33,9 @@ from vua.format.layout import Shard
 from vua.io.pool import Job
 from vua.io.posix import machine_memory_nbytes
 from vua.native import MemoryMap
+from vua.storage import REQUESTS_AT_ONCE
 from vua.storage.base import FAILED, WRITTEN
-from vua.storage.location import REQUESTS_AT_ONCE, is_url
+from vua.storage.location import is_url
 from vua.store.agreement import Agreement, compare
 from vua.store.store import UNJUDGED, Loader, LoadResult, Store
 from vua.store.writer import EntryWriter, WriterNames

@@ -20,7 +20,7 @@ from types import MappingProxyType
 from typing import Any, Final, TypeAlias
 
 from vua.io.forks import new_lock
-from vua.storage.location import KINDS, cost_dollars, requests
+from vua.storage import KINDS, cost_dollars, requests
 
 Series: TypeAlias = dict[str, dict[str, Any]]
 """``[metric][label value]``: a number for counters and gauges, a list of observations for

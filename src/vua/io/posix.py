@@ -9,7 +9,7 @@ engine always has one) that costs up to a switch interval, 5 ms, *per call*. The
 
 Works on any POSIX system; the cached forms need Linux 5.12 and are absent (never wrong) elsewhere.
 
-Also the machine's memory and page cache, for measurements and defaults.
+Also the machine's memory, for defaults.
 """
 
 from __future__ import annotations
@@ -254,9 +254,6 @@ def close_cached(fd: int) -> None:
         close_quietly(fd)
 
 
-_SYS_CACHESTAT: Final = 451  # the same number on every architecture (asm-generic/unistd.h)
-
-
 def machine_memory_nbytes() -> int:
     """Return the memory of this machine, or of the container in which this process runs."""
     limits = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]
@@ -264,19 +261,3 @@ def machine_memory_nbytes() -> int:
         with contextlib.suppress(OSError, ValueError):  # another system, or "max"
             limits.append(int(pathlib.Path(path).read_text()))
     return min(limits)
-
-
-def cached_pages(fd: int) -> int | None:
-    """Return how many pages of a file are in the page cache, without touching it.
-
-    None if the system cannot tell: before Linux 6.5, and for files that this process may not write.
-    (A non-blocking read would tell, too, but newer systems then fetch the file.)
-    """
-    if not LINUX64:
-        return None
-    whole, found = ctypes.create_string_buffer(16), ctypes.create_string_buffer(40)
-    number = ctypes.c_long(_SYS_CACHESTAT)
-    if ctypes.CDLL(None).syscall(number, ctypes.c_int(fd), whole, found, ctypes.c_uint(0)) != 0:
-        return None
-    pages: int = _LONG.unpack_from(found)[0]
-    return pages

@@ -27,6 +27,7 @@ from vua.io.forks import watch
 from vua.io.memory import BufferPool
 from vua.io.pool import Breaker, Pool
 from vua.io.words import counted
+from vua.storage import REQUESTS_AT_ONCE, requests
 from vua.storage.bucket_client import (
     explained,
     is_denied,
@@ -35,7 +36,6 @@ from vua.storage.bucket_client import (
     library,
     make_client,
 )
-from vua.storage.location import REQUESTS_AT_ONCE, requests
 
 
 class Meta(NamedTuple):

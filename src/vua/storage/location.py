@@ -1,8 +1,6 @@
 """Where a cache is: a directory, a prefix in a bucket, or several tiers, the nearest first.
 
-Also the process's requests to buckets, and their cost at list prices (other providers and contracts
-differ), since readers of the counts do without the code for URLs, which is imported only when a URL
-is used.
+Code for URLs is imported only when a URL is used.
 """
 
 from __future__ import annotations
@@ -10,8 +8,7 @@ from __future__ import annotations
 import errno
 import os
 import re
-from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, TypeAlias, TypeGuard
@@ -132,36 +129,3 @@ class BucketPath:
         if len(data) > limit_nbytes:
             raise StorageError(errno.EFBIG, f"{self}: more than {limit_nbytes} bytes")
         return bytes(data)
-
-
-_DOLLARS: Final[Mapping[str, float]] = {
-    "list": 5e-6,
-    "head": 4e-7,
-    "get": 4e-7,
-    "put": 5e-6,
-    "copy": 5e-6,
-    "delete": 0.0,
-}
-"""Per request, see `PRICES`. A bulk deletion counts as one request."""
-PRICES: Final = (
-    "AWS S3 Standard, us-east-1 (https://aws.amazon.com/s3/pricing), as "
-    "https://c3x.dev/blog/s3-request-fees-explained gives them, read on 2026-11-26"
-)
-"""Whose prices these are, and where and when they were read."""
-KINDS: Final = tuple(_DOLLARS)
-
-
-def cost_dollars(counts: Mapping[str, int]) -> float:
-    """Return the cost of requests, given the number of each kind.
-
-    >>> cost_dollars({"put": 1000, "get": 1000, "delete": 7, "failed": 3})
-    0.0054
-    """
-    return round(sum(_DOLLARS[kind] * counts.get(kind, 0) for kind in KINDS), 9)
-
-
-REQUESTS_AT_ONCE: Final = 16
-"""Concurrent requests, over all buckets of this process."""
-
-requests: Final[Counter[str]] = Counter()
-"""Sum of :attr:`vua.storage.bucket.Bucket.counts` over all buckets of this process."""

@@ -26,18 +26,11 @@ from vua.io.files import make_file
 from vua.io.forks import new_lock
 from vua.io.words import counted
 from vua.security.settings import Security
+from vua.storage import requests
 from vua.storage.bucket import Bucket
 from vua.storage.description import read_description
 from vua.storage.local import LocalStorage
-from vua.storage.location import (
-    BucketPath,
-    Location,
-    Tiers,
-    is_directory_name,
-    is_url,
-    names_of,
-    requests,
-)
+from vua.storage.location import BucketPath, Location, Tiers, is_directory_name, is_url, names_of
 from vua.storage.mark import check_root, claim, is_marked
 from vua.storage.names import TEMPORARY
 from vua.storage.object import ObjectStorage
@@ -134,17 +127,16 @@ def create_namespace(
     security: Security | None = None,
 ) -> Namespace:
     """Open a namespace for reading and writing: :meth:`Namespace.create`, for any location."""
-    near = root.near if isinstance(root, Tiers) else root
-    if not (isinstance(root, Tiers) and root.far):
+    if not isinstance(root, Tiers) or not root.far:
+        one = root.near if isinstance(root, Tiers) else root
         return Namespace.create(
-            *(near, identity, layouts), durable=durable, bounds=bounds, security=security
+            *(one, identity, layouts), durable=durable, bounds=bounds, security=security
         )
     security = security or Security()
-    storage = create_storage(root.near, identity, layouts, durable=durable, security=security)
-    far = _open_tiers(root.far, identity, layouts, security)
-    where = ", ".join(str(one.directory.parent) for one in far)
-    tiered = TieredStorage(cast("LocalStorage", storage), far, where)
-    capacity = TieredCapacity(tiered, identity.namespace, bounds)
+    near = create_storage(root.near, identity, layouts, durable=durable, security=security)
+    far, local = _open_tiers(root.far, identity, layouts, security), cast("LocalStorage", near)
+    capacity = TieredCapacity(local, far, bounds)
+    tiered = TieredStorage(local, far, capacity.travel)
     namespace = Namespace(identity.namespace, tiered, layouts, capacity, security)
     namespace.travel = capacity.travel
     return namespace
@@ -305,23 +297,22 @@ def _in_a_child(work: Callable[[], object]) -> None:
     reading, writing = os.pipe()
     child = os.fork()
     if not child:
-        answer = b""
+        answer = ""
         try:
             work()
         except VUAError as problem:
-            letter = b"w" if isinstance(problem, NotWritableError) else b"s"
-            letter = b"c" if isinstance(problem, ConfigError) else letter
-            answer = letter + (getattr(problem, "strerror", None) or str(problem)).encode()
+            answer = f"{type(problem).__name__}\n{getattr(problem, 'strerror', None) or problem}"
         except BaseException as problem:  # noqa: BLE001 - for the parent
-            answer = b"s" + repr(problem).encode()
+            answer = f"{StorageError.__name__}\n{problem!r}"
         finally:
-            os.write(writing, answer[:4096])
+            os.write(writing, answer.encode()[:4096])
             os._exit(0)
     os.close(writing)
     with open(reading, "rb") as stream:  # noqa: PTH123 - a descriptor
-        text = stream.read().decode(errors="replace")
+        kind, _, text = stream.read().decode(errors="replace").partition("\n")
     os.waitpid(child, 0)
-    if text:
-        if text[0] == "c":
-            raise ConfigError(text[1:])
-        raise (NotWritableError if text[0] == "w" else StorageError)(errno.EIO, text[1:])
+    if kind == ConfigError.__name__:
+        raise ConfigError(text)
+    if kind:
+        known = {one.__name__: one for one in (NotWritableError, StorageError)}
+        raise known.get(kind, StorageError)(errno.EIO, text)

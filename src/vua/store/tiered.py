@@ -11,6 +11,7 @@ what to spare.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import logging
 import math
@@ -18,8 +19,8 @@ import os
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Collection, Iterable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext, suppress
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from typing import Final
 
 import numpy as np
@@ -73,22 +74,15 @@ class Travel:
     def __init__(
         self,
         near: LocalStorage,
-        far: Sequence[Storage],
-        namespace: str,
+        far: Sequence[LocalStorage | ObjectStorage],
         capacity: Capacity,
-        *,
-        where: str,
     ) -> None:
-        """Start looking for entries that were not uploaded yet.
-
-        Args:
-            far: the slower tiers, the nearest first.
-            where: names the slower tiers, for the marks: new ones get everything again.
-        """
-        self._near, self._far = near, tuple(far)
-        self._namespace, self._where, self._capacity = namespace, where, capacity
+        """Start looking for entries that were not uploaded to ``far`` yet, the nearest first."""
+        self._near, self._far, self._capacity = near, tuple(far), capacity
+        self._namespace = near.directory.name
+        self._where = ", ".join(str(one.directory.parent) for one in far)
         self.counts: Counter[str] = Counter()
-        """So far: sent, sent_nbytes, brought, brought_nbytes, not_brought, send_failed."""
+        """So far: sent, brought, not_brought, send_failed."""
         self._closing = threading.Event()
         self._up, self._down = Pool[None](1, "vua-send"), Pool[None](1, "vua-write-back")
         self._waiting: deque[str] = deque()
@@ -227,7 +221,6 @@ class Travel:
             raise written.problem
         self._change_mark(name, sent=True)
         self.counts["brought"] += 1
-        self.counts["brought_nbytes"] += len(data)
 
     def _fetched(self, name: str, nbytes: int) -> bytes:
         """Read all of an entry from a slower tier. Raises FileNotFoundError."""
@@ -320,16 +313,13 @@ class Travel:
         except FileNotFoundError:  # evicted
             return
         verified(data, self._namespace, name)
-        sent = 0
         for tier in self._far:
             if not tier.exists([name], len(data))[0]:
                 written = tier.write(whole_batch(name, data))
                 if written.statuses[0] == FAILED:
                     raise written.problem or StorageError(5, f"{name} could not be written")
-                sent += len(data)
         self._change_mark(name, sent=True)
         self.counts["sent"] += 1
-        self.counts["sent_nbytes"] += sent
 
     def _content(self, name: str) -> bytes:
         fd, _ = self._near.open_file(name)
@@ -338,7 +328,8 @@ class Travel:
 
     def _sent_mark(self, name: str) -> str:
         shard = name.partition("/")[2]
-        return SENT + hashlib.sha256(f"{self._where}\n{shard}".encode()).hexdigest()
+        digest = hashlib.sha256(f"{self._where}\n{shard}".encode())  # new tiers get all again
+        return SENT + digest.hexdigest()
 
     def _is_sent(self, name: str) -> bool:
         try:
@@ -377,16 +368,12 @@ class TieredStorage:
     Times are those of the nearest tier.
     """
 
-    def __init__(self, near: LocalStorage, far: Sequence[Storage], where: str) -> None:
-        """Read from ``near`` before ``far``, whose first is nearest; ``where`` names those."""
-        self.near, self.far, self.where = near, tuple(far), where
-        self.travels: Travel | None = None
+    def __init__(self, near: LocalStorage, far: Sequence[Storage], travel: Travel) -> None:
+        """Read from ``near`` before ``far``, whose first is nearest; ``travel`` copies."""
+        self.near, self._travel = near, travel
+        self.tiers: tuple[Storage, ...] = (near, *far)
         probes = max(tier.capabilities.probes for tier in self.tiers)
         self.capabilities = Capabilities(probes=probes)
-
-    @property
-    def tiers(self) -> tuple[Storage, ...]:
-        return (self.near, *self.far)
 
     @property
     def gone(self) -> bool:
@@ -398,7 +385,7 @@ class TieredStorage:
     # -- reading ------------------------------------------------------------------------------
 
     def read(self, batch: Batch) -> ReadResult:
-        with nullcontext() if self.travels is None else self.travels.reading():
+        with self._travel.reading():
             return self._read(batch)
 
     def _read(self, batch: Batch) -> ReadResult:
@@ -409,17 +396,19 @@ class TieredStorage:
             first, problem = done, None
             for number, tier in enumerate(self.tiers):
                 part = _part(batch, done) if number or done else batch
-                offered = self._take_offers(batch, done, part) if number else set()
+                told: set[int] = set()
+                if number:
+                    part.offer = functools.partial(self._bring, part, told)
                 filled = tier.read(part)
-                if part is not batch:
-                    _copy_rows(batch, done, part, min(filled.count + 1, count - done))
-                for index in range(min(filled.count + 1, count - done)):
+                kept = min(filled.count + 1, count - done)
+                _copy_rows(batch, done, part, kept)
+                for index in range(kept):
                     version = filled.version(index)
                     if version is not None:
                         versions[done + index] = bytes([number]) + version
                 if filled.count:
-                    if number:
-                        self._report_read(batch, {*range(done, done + filled.count)} - offered)
+                    for index in range(filled.count if number else 0):
+                        self._bring(part, told, index, batch.nbytes)
                     done, problem = done + filled.count, None
                     break
                 if problem is None or not isinstance(filled.problem, FileNotFoundError):
@@ -428,23 +417,12 @@ class TieredStorage:
                 break
         return ReadResult(done, problem, versions.get)
 
-    def _take_offers(self, batch: Batch, first: int, part: Batch) -> set[int]:
-        offered: set[int] = set()
-        travels = self.travels
-
-        def take(index: int, data: memoryview) -> None:
-            if travels is not None:
-                offered.add(first + index)
-                travels.note_read(batch.names[first + index], data, _before(batch, first + index))
-
-        part.offer = take
-        return offered
-
-    def _report_read(self, batch: Batch, indices: Iterable[int]) -> None:
-        if self.travels is not None:
-            for index in sorted(indices):
-                before = _before(batch, index)
-                self.travels.note_read(batch.names[index], batch.nbytes, before)
+    def _bring(self, part: Batch, told: set[int], index: int, data: memoryview | int) -> None:
+        """Have an entry that was read from a slower tier copied, once."""
+        if index not in told:
+            told.add(index)
+            before = part.names[index - 1].partition("/")[0] if index else ""
+            self._travel.note_read(part.names[index], data, before)
 
     def head(self, name: str) -> bytes:
         """Return an entry's first MiB from the nearest tier that can read it. Raises OSError."""
@@ -479,9 +457,8 @@ class TieredStorage:
 
     def write(self, batch: Batch) -> WriteResult:
         written = self.near.write(batch)
-        if self.travels is not None:
-            pairs = zip(batch.names, written.statuses, strict=True)
-            self.travels.wrote([name for name, became in pairs if became == WRITTEN])
+        pairs = zip(batch.names, written.statuses, strict=True)
+        self._travel.wrote([name for name, became in pairs if became == WRITTEN])
         return written
 
     def delete(self, name: str, if_version: bytes | None = None) -> bool:
@@ -497,11 +474,9 @@ def _part(batch: Batch, first: int) -> Batch:
     return Batch.of(batch.names[first:], batch.transfer, place, keep_discarded=keep)
 
 
-def _before(batch: Batch, index: int) -> str:
-    return batch.names[index - 1].partition("/")[0] if index else ""
-
-
 def _copy_rows(batch: Batch, first: int, part: Batch, count: int) -> None:
+    if part is batch:
+        return
     rows = slice(first, first + count)
     batch.headers[rows] = part.headers[:count]
     batch.digests[rows] = part.digests[:count]
@@ -512,14 +487,17 @@ def _copy_rows(batch: Batch, first: int, part: Batch, count: int) -> None:
 class TieredCapacity(Capacity):
     """The capacity of a tiered directory: entries are uploaded, and stay young in buckets."""
 
-    def __init__(self, storage: TieredStorage, name: str, bounds: Limits | None) -> None:
-        near = storage.near
+    def __init__(
+        self,
+        near: LocalStorage,
+        far: Sequence[LocalStorage | ObjectStorage],
+        bounds: Limits | None,
+    ) -> None:
         super().__init__(near.directory.parent, near, bounds)
         self.reclaimer.spare_unsent()
-        self.travel = Travel(near, storage.far, name, self, where=storage.where)
-        storage.travels, seen = self.travel, self.travel.resend_missing
-        self._buckets = [one for one in storage.far if isinstance(one, ObjectStorage)]
-        self.renewals = [Renewal(one, bounds, seen) for one in self._buckets]
+        self.travel = Travel(near, far, self)
+        self._buckets = [one for one in far if isinstance(one, ObjectStorage)]
+        self.renewals = [Renewal(one, bounds, self.travel.resend_missing) for one in self._buckets]
 
     def used(self, keys: Keys, chunks: int, *, wait: bool = False, storing: bool = False) -> None:
         """As in a directory; also renew old objects in buckets, in the background."""

@@ -29,8 +29,8 @@ from vua.connector.load_policy import PrefillSpeed
 from vua.connector.savings import Savings
 from vua.core import VUA, VUAConfig
 from vua.security.settings import Security
+from vua.storage import KINDS
 from vua.storage.bucket import Bucket
-from vua.storage.location import KINDS
 
 pytest.importorskip("obstore")
 

@@ -17,7 +17,6 @@ import torch
 from helpers import DirectoryTest, descriptors
 from vua.io import posix
 from vua.io.memory import IOV_MAX, BufferPool, allocate, move_all
-from vua.io.posix import cached_pages
 
 
 class TestMoveAll(DirectoryTest):
@@ -63,18 +62,6 @@ class TestMoveAll(DirectoryTest):
 
             self.assertEqual(max(0, 1000 - offset), got)
             self.assertEqual(data[offset:].ljust(2800, b"\0"), b"".join(pieces))
-
-    def test_cached_pages(self) -> None:
-        """What was written is in the page cache, page by page; the system may not tell."""
-        fd = self.open()
-        found = [cached_pages(fd)]
-        os.write(fd, bytes(3 * posix.PAGE - 1))
-        found.append(cached_pages(fd))
-        with mock.patch("vua.io.posix.LINUX64", new=False):
-            self.assertIsNone(cached_pages(fd))
-        if found[0] is None:
-            self.skipTest("before Linux 6.5")
-        self.assertEqual([0, 3], found)
 
 
 class TestAllocate(DirectoryTest):

@@ -64,7 +64,7 @@ class NoSpace:
 class TestWaiting(DirectoryTest):
     def test_memory(self) -> None:
         """However much is read from behind, what waits to be written back is bounded."""
-        back = Travel(LocalStorage(self.root), (), "a" * 64, NoSpace(), where="")
+        back = Travel(LocalStorage(self.root), (), NoSpace())
         self.addCleanup(back.close)
         data = memoryview(bytes(16 << 20))
         with back.reading():  # it waits for a pause
