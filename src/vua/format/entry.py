@@ -247,6 +247,11 @@ class EntryCodec:
         """Return the writer's name, 48 bytes, from a header that :meth:`table_of` accepted."""
         return bytes(header[self.writer_offset : self.writer_offset + _WRITER_WIDTH])
 
+    def writers_of(self, headers: npt.NDArray[np.uint8]) -> set[bytes]:
+        """Return the writers of headers ``[rows, header_nbytes]`` that native code accepted."""
+        names = headers[:, self.writer_offset : self.writer_offset + _WRITER_WIDTH]
+        return {*np.ascontiguousarray(names).view(f"V{_WRITER_WIDTH}").ravel().tolist()}
+
     def seal_of(self, header: memoryview) -> tuple[str, npt.NDArray[np.uint8]]:
         """Return nonce and tags ``[blocks, 16]`` of a sealed file that :meth:`table_of` accepted.
 

@@ -145,7 +145,11 @@ class EntryReader:
         seal: Seal | None,
         believed: Container[bytes] | None,
     ) -> tuple[int, EntryError | UnbelievedError | None]:
-        codec, plan = self._codec, self._transfer.plan
+        codec, plan, into = self._codec, self._transfer.plan, batch.into
+        if len(keys) and into.judged[: len(keys)].all():
+            writers = codec.writers_of(into.headers[: len(keys)])
+            if believed is None or all(one in believed for one in writers):
+                return len(keys), None
         for index, key in enumerate(keys):
             try:
                 self._check(key, batch.into, index, seal, believed)

@@ -90,8 +90,8 @@ class Request:
     """By cache group and last token: all rows that vLLM has named so far."""
     rows: int = 0
     """How many it had named when it first asked: the prompt's."""
-    named: dict[tuple[OffloadKey, Naming | None], bytes] = field(default_factory=dict)
-    """Digests that `Names.of` has made: a row is named when it is looked up, and loaded."""
+    named: dict[tuple[OffloadKey, Naming | None], ChunkKey] = field(default_factory=dict)
+    """What `Names.of` has made: a row is named when it is looked up, and loaded."""
 
     @property
     def terms(self) -> Terms:
@@ -123,14 +123,16 @@ class Names:
         tokens, tenant = self._chunk_tokens, naming.tenant if naming else ""
 
         def digest(key: OffloadKey, end: int) -> bytes:
-            if (key, naming) not in request.named:
-                extras = [(tag, value) for first, tag, value in terms.extras if first < end]
-                made = extras_parent(bytes(key), [("vllm", b"tier.v1"), *extras], naming)
-                request.named[key, naming] = made
-            return request.named[key, naming]
+            if known := request.named.get((key, naming)):
+                return known.prefix_hash
+            extras = [(tag, value) for first, tag, value in terms.extras if first < end]
+            return extras_parent(bytes(key), [("vllm", b"tier.v1"), *extras], naming)
 
         found, ends = list[ChunkKey](), self._ends(request)
         for key in keys:
+            if known := request.named.get((key, naming)):
+                found.append(known)
+                continue
             group, end = key[-4:], request.context.get_offload_key_position(key)
             if end is None:
                 raise KeyError(f"vLLM named no place of row {key.hex()}")
@@ -141,7 +143,8 @@ class Names:
                 before *= self._tokens[whole]
                 parent = digest(ends[whole, before], before)
             where = (place * tokens, (place + 1) * tokens)
-            found.append(ChunkKey(digest(key, end), parent, *where, b"", tenant))
+            made = ChunkKey(digest(key, end), parent, *where, b"", tenant)
+            found.append(request.named.setdefault((key, naming), made))
         return found
 
     def _whole(self, group: bytes) -> bytes | None:
