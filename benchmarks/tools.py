@@ -31,7 +31,7 @@ from vua.store.namespace import Namespace
 
 RUN = """
 import os, resource, sys, time
-import vua.cli.events, vua.cli.ui.server, vua.catalog.directory
+import vua.cli.events, vua.cli.ui, vua.catalog.directory
 from vua.cli import main
 
 def memory(field):
@@ -43,13 +43,13 @@ said = os.dup(1)
 os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
 start, began_s, code = memory("VmRSS"), time.monotonic(), 0
 if tool == "ui":
-    from vua.catalog.opening import open_catalog
-    catalog, files = open_catalog(root), vua.cli.ui.server.Files()
+    from vua.catalog.base import open_catalog
+    catalog, files = open_catalog(root), vua.cli.ui.Files()
     for _ in range(2):
         files.read(catalog)
-        vua.cli.ui.server.overview(catalog, files)
+        vua.cli.ui.overview(catalog, files)
 elif tool == "events-2":
-    from vua.catalog.opening import open_catalog
+    from vua.catalog.base import open_catalog
     catalog, seen = open_catalog(root), {}
     for _ in range(2):
         now = vua.cli.events.content(catalog, seen)

@@ -15,10 +15,10 @@ import torch
 from helpers import ROOT, DirectoryTest, caches_of
 from vua.capacity.limits import ResolvedLimits
 from vua.capacity.removal import Collection
+from vua.catalog.base import open_catalog
 from vua.catalog.collect import bring_within
-from vua.catalog.opening import open_catalog
 from vua.cli import main
-from vua.cli.ui.server import Files, overview
+from vua.cli.ui import Files, overview
 from vua.core import VUA, VUAConfig
 
 TOKENS = torch.arange(500, 512)

@@ -25,8 +25,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from scorecard.world import ROOMY, World, WrongBytesError, layout_of
 from vua.capacity.limits import Limits
+from vua.catalog.base import open_catalog
 from vua.catalog.collect import bring_within
-from vua.catalog.opening import open_catalog
 from vua.errors import StorageError, VUAError
 from vua.format.identity import Identity
 from vua.format.keys import ChunkKey, KeyChain

@@ -23,8 +23,8 @@ import torch
 from vua.capacity.limits import Limits
 from vua.capacity.removal import Collection
 from vua.capacity.spaces import GRACE_S, TRASH
+from vua.catalog.base import open_catalog
 from vua.catalog.collect import bring_within
-from vua.catalog.opening import open_catalog
 from vua.errors import VUAError
 from vua.format.identity import Identity
 from vua.format.keys import ChunkKey, KeyChain, token_ids

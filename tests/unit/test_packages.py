@@ -87,5 +87,5 @@ class PackagesTest(unittest.TestCase):
             if path.is_file() and path.suffix not in (".py", ".pyc", ".so")
         }
         for needed in ("index.html", "ui.css", "ui.js"):
-            self.assertIn(f"vua/cli/ui/page/{needed}", beside)
+            self.assertIn(f"vua/cli/page/{needed}", beside)
         self.assertLessEqual(beside, packed)

@@ -4,7 +4,9 @@ Every command of `vua` uses a :class:`Catalog` and does not know where the cache
 place does by itself is abstract here, and all else is written once: for directories
 (:mod:`vua.catalog.directory`), buckets (:mod:`vua.catalog.bucket`), and any storage that can list
 its entries (:mod:`vua.catalog.stored`). A new kind is registered by
-:func:`vua.catalog.opening.register`.
+:func:`register`::
+
+    register("sqlite", open_mine)  # then `vua gc sqlite:///path` works, and every other command
 
 Engines may write and delete meanwhile: a file that vanishes is skipped.
 """
@@ -29,7 +31,8 @@ from vua.errors import ConfigError, explaining
 from vua.io.words import size
 from vua.security.settings import Security
 from vua.storage.description import DESCRIPTION, Description
-from vua.storage.location import Location
+from vua.storage.location import Location, is_url, scheme_of
+from vua.storage.mark import check_root
 from vua.storage.names import AFTER
 
 if TYPE_CHECKING:
@@ -460,7 +463,7 @@ class NamespaceCatalog(ABC):
 
 
 class Catalog(ABC):
-    """A cache. Opened by :func:`vua.catalog.opening.open_catalog`."""
+    """A cache. Opened by :func:`open_catalog`."""
 
     look_s: float | None = None
     """Least seconds between two looks, if a look costs money."""
@@ -609,3 +612,34 @@ def resolve(found: Sequence[N], digits: str) -> tuple[N, str]:
         what = f"stands for {len(hits)} things: {some}" if hits else "is not stored"
         raise ConfigError(f"{digits}: {what}; `vua ls --long` lists the names")
     return hits[0]
+
+
+# -- from a path or URL to a catalog, by the URL's scheme -----------------------------------------
+
+Opener: TypeAlias = Callable[..., Catalog]
+"""Called with a path or URL and ``create``: of a cache that may be missing and will be written to.
+Raises ConfigError or StorageError if the cache does not exist."""
+openers: Final[dict[str, Opener]] = {}
+"""Openers by scheme, of other places than directories and buckets."""
+
+
+def register(scheme: str, opener: Opener) -> None:
+    """Let ``opener`` open URLs that begin with ``scheme``."""
+    openers[scheme] = opener
+
+
+def open_catalog(where: str, *, create: bool = False) -> Catalog:
+    """Return the catalog of a directory or a URL; of a bucket without a request.
+
+    With ``create`` a missing directory is made if its parent exists, and an empty one gets the
+    mark. Raises ConfigError, StorageError.
+    """
+    if opener := openers.get(scheme_of(where)):
+        return opener(where, create=create)
+    if is_url(where):
+        from vua.catalog.bucket import BucketCatalog  # noqa: PLC0415 - what is not used ...
+
+        return BucketCatalog(where)
+    from vua.catalog.directory import DirectoryCatalog  # noqa: PLC0415 - ... is not imported
+
+    return DirectoryCatalog(where, check_root(where, create=create))

@@ -217,15 +217,10 @@ class BucketCatalog(Catalog):
 
     look_s = _LOOK_S
 
-    def __init__(self, where: str, bucket_path: BucketPath) -> None:
-        super().__init__(where, bucket_path)
-        self.root = bucket_path
-
-    @classmethod
-    def open(cls, where: str, *, create: bool = False) -> BucketCatalog:
-        """Return the catalog of a URL, and send nothing yet."""
-        del create
-        return cls(where, at(where))
+    def __init__(self, where: str) -> None:
+        """Send nothing yet."""
+        self.root = at(where)
+        super().__init__(where, self.root)
 
     @property
     def counts(self) -> Mapping[str, int]:

@@ -40,7 +40,7 @@ from vua.io import posix
 from vua.io.posix import close_quietly, closing_fd
 from vua.security.settings import Security
 from vua.storage.description import DESCRIPTION, Description, descriptions, read_description
-from vua.storage.mark import LIMITS_FILE, MARK, UPKEEP, check_root, claim, is_marked
+from vua.storage.mark import LIMITS_FILE, MARK, UPKEEP, claim, is_marked
 from vua.storage.names import QUARANTINE, SUFFIX, chunk_path
 
 if TYPE_CHECKING:
@@ -249,11 +249,6 @@ class DirectoryCatalog(Catalog):
         super().__init__(where, root)
         self.root = root
         self._remover: Remover | None = None
-
-    @classmethod
-    def open(cls, where: str, *, create: bool = False) -> DirectoryCatalog:
-        """See :func:`vua.catalog.opening.open_catalog`."""
-        return cls(where, check_root(where, create=create))
 
     @property
     def remover(self) -> Remover:

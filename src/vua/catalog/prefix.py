@@ -23,8 +23,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Literal
 
 from vua.capacity.listing import Listing
+from vua.catalog.base import open_catalog
 from vua.catalog.check import NO_KEYS
-from vua.catalog.opening import open_catalog
 from vua.errors import ConfigError, CorruptEntryError, ForeignEntryError
 from vua.format.identity import Identity, named_by, rope_order
 from vua.format.keys import ChunkKey, KeyChain, token_ids

@@ -14,10 +14,9 @@ import click
 from vua.capacity.listing import Continuations
 from vua.capacity.saved import advice, ends_of, parted_at
 from vua.capacity.spaces import Show
-from vua.catalog.base import Catalog, NamespaceCatalog
+from vua.catalog.base import Catalog, NamespaceCatalog, open_catalog
 from vua.catalog.check import NO_KEYS
 from vua.catalog.contents import SHORT
-from vua.catalog.opening import open_catalog
 from vua.catalog.prefix import (
     ChunkState,
     GroupState,

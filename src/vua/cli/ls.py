@@ -9,8 +9,8 @@ from typing import Final
 import click
 
 from vua.capacity.saved import Totals, saved_today
+from vua.catalog.base import open_catalog
 from vua.catalog.contents import SHORT, Content
-from vua.catalog.opening import open_catalog
 from vua.cli.command import command, option
 from vua.cli.output import Lazy, Report, dated, line, print_strays, progress, table, when
 from vua.errors import ConfigError

@@ -19,7 +19,7 @@ from typing import Any, Literal
 import click
 
 from vua.capacity.spaces import Show
-from vua.catalog.base import Catalog, Demand, Finding, Rules
+from vua.catalog.base import Catalog, Demand, Finding, Rules, open_catalog
 from vua.catalog.check import (
     NO_KEYS,
     OUTCOMES,
@@ -29,7 +29,6 @@ from vua.catalog.check import (
     check_at,
 )
 from vua.catalog.contents import SHORT
-from vua.catalog.opening import open_catalog
 from vua.cli.command import argument, command, option, share
 from vua.cli.output import (
     DAMAGED,

@@ -11,7 +11,7 @@ from commands import CliTest, run, run_json
 from conformance.memory_storage import MemoryStorage
 from conformance.sqlite_storage import SQLiteStorage
 from vua.capacity.spaces import silent
-from vua.catalog import opening
+from vua.catalog import base
 from vua.catalog.base import Catalog
 from vua.catalog.stored import StorageCatalog
 from vua.errors import ConfigError
@@ -35,9 +35,9 @@ class StoredTest(CliTest):
             self.storages[space.name] = storage
             for file in sorted(space.rglob("*.safetensors")):
                 self.copy(storage, f"{file.parent.name}/{file.stem}", file.read_bytes())
-        openers = mock.patch.dict(opening.openers)
+        openers = mock.patch.dict(base.openers)
         self.enterContext(openers)
-        opening.register("sqlite", self.open)
+        base.register("sqlite", self.open)
 
     def open(self, where: str, *, create: bool) -> Catalog:
         self.assertFalse(create)

@@ -15,7 +15,7 @@ from unittest import mock
 import pytest
 
 from commands import CliTest, run
-from vua.catalog.archive import Writer
+from vua.cli.transfer import Writer
 
 
 class TestBorder(CliTest):

@@ -13,10 +13,10 @@ import pytest
 
 from helpers import DirectoryTest
 from tools import fill
-from vua.catalog.opening import open_catalog
+from vua.catalog.base import open_catalog
 from vua.cli import main
 from vua.cli.events import changes, content
-from vua.cli.ui.server import Files, overview
+from vua.cli.ui import Files, overview
 
 MOST = 32
 

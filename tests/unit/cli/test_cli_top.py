@@ -1,4 +1,4 @@
-"""Mirrors `vua.cli.looks`, `vua.catalog.directory`, `vua.cli.output`, and `vua verify --repair`."""
+"""Mirrors `vua.cli.upkeep`, `vua.catalog.directory`, and `vua verify --repair`."""
 
 from __future__ import annotations
 

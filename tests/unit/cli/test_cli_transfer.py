@@ -1,4 +1,4 @@
-"""Mirrors `vua.cli.transfer` and `vua.catalog.archive`."""
+"""Mirrors `vua.cli.transfer` and `vua.cli.transfer`."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from helpers import DirectoryTest, Memory, caches_of, flip, kv_bits, model_array
 from vua.capacity.limits import Limits, write_bounds
 from vua.capacity.listing import ancestors
 from vua.capacity.spaces import Space
-from vua.catalog.archive import Writer
+from vua.cli.transfer import Writer
 from vua.core import VUA, VUAConfig
 from vua.format.identity import Identity
 from vua.format.keys import KeyChain, token_ids

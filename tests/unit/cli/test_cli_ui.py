@@ -23,8 +23,8 @@ from replay import Cache
 from ui import Served, served
 from vua.capacity.limits import Limits, write_bounds
 from vua.capacity.spaces import silent, spread
-from vua.catalog.opening import open_catalog
-from vua.cli.ui.server import Files, overview
+from vua.catalog.base import open_catalog
+from vua.cli.ui import Files, overview
 from vua.core import VUA, VUAConfig
 
 

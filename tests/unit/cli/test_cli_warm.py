@@ -1,4 +1,4 @@
-"""Mirrors `vua.cli.warm`, with a server of ours; those of engines: tests/e2e."""
+"""Mirrors `vua.cli.prompt`, with a server of ours; those of engines: tests/e2e."""
 
 from __future__ import annotations
 

@@ -26,10 +26,9 @@ from urllib.parse import urlsplit
 
 from vua.capacity.saved import saved_today
 from vua.capacity.spaces import silent
-from vua.catalog.base import Catalog, Finding, Use
+from vua.catalog.base import Catalog, Finding, Use, open_catalog
 from vua.catalog.check import NO_KEYS
 from vua.catalog.contents import SHORT, Content
-from vua.catalog.opening import open_catalog
 from vua.cli.command import command, option
 from vua.cli.output import SOUND, Output, Report, dated, plain, when
 from vua.cli.verify import verified
@@ -288,7 +287,7 @@ class _Handler(BaseHTTPRequestHandler):
             self._send(HTTPStatus.FORBIDDEN, {"error": "this host name is not served"})
         elif path in _PAGE:
             name, kind = _PAGE[path]
-            content = resources.files("vua.cli.ui").joinpath("page", name).read_bytes()
+            content = resources.files("vua.cli").joinpath("page", name).read_bytes()
             self._send(HTTPStatus.OK, content, kind)
         elif not hmac.compare_digest(said, f"Bearer {self.server.token}".encode()):
             self._send(HTTPStatus.FORBIDDEN, {"error": "open the link that `vua ui` has printed"})

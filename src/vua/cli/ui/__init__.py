@@ -1,1 +1,0 @@
-"""`vua ui`: a cache as a local web page. Reads, and changes nothing."""
