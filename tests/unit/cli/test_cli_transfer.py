@@ -1,4 +1,4 @@
-"""Mirrors `vua.cli.transfer` and `vua.cli.transfer`."""
+"""Mirrors `vua.cli.transfer`: what goes into an archive, and what of one is not taken."""
 
 from __future__ import annotations
 

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import json
 import os
 import re
 import shutil
+import tracemalloc
 from collections.abc import Callable, Iterator
+from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -17,9 +20,14 @@ import pytest
 from buckets import memory_url
 from commands import COMMANDS, TOKENS, filled_in, run, verbs
 from helpers import DirectoryTest, caches_of, flip, until
+from tools import fill
 from ui import served
+from vua.catalog.base import open_catalog
 from vua.catalog.bucket import BucketCatalog
 from vua.catalog.directory import DirectoryCatalog
+from vua.cli import main
+from vua.cli.events import changes, content
+from vua.cli.ui import Files, overview
 from vua.core import VUA, VUAConfig
 from vua.io import words as words_of
 from vua.security.keyring import write_key
@@ -246,3 +254,70 @@ class StatesTest(DirectoryTest):
         self.assertEqual(["0 chunks", "1 chunk", "1,234 chunks"], said)
         self.assertEqual("1 entry is", words_of.counted(1, "entry", "is", "are"))
         self.assertEqual(["17 B", "1.0 KiB"], [words_of.size(17), words_of.size(1024)])
+
+
+MOST = 32
+
+
+class MemoryTest(DirectoryTest):
+    """Peaks of what Python and numpy allocate, with few chunks and with many."""
+
+    def commands(self) -> dict[str, Callable[[], object]]:
+        where = str(self.root)
+        words = {
+            "du": ["du"],
+            "ls": ["ls"],
+            "ls --long": ["ls", "--long"],
+            "ls --long --json": ["ls", "--long", "--json"],
+            "top": ["top", "--once", "--interval", "0.001"],
+            "gc": ["gc", "--yes"],
+            "gc --max-per-salt": ["gc", "--yes", "--max-per-salt", "1T"],
+            "verify": ["verify"],
+            "events": ["events"],
+        }  # fmt: skip
+        return {
+            **{name: lambda said=said: main([said[0], where, *said[1:]])
+               for name, said in words.items()},
+            "events twice": self.events,
+            "ui": self.page,
+        }  # fmt: skip
+
+    def events(self) -> None:
+        """Look twice, and go through what is told."""
+        catalog, seen = open_catalog(str(self.root)), {}
+        for _ in range(2):
+            now = content(catalog, seen)
+            for one in changes(seen, now, "LOCAL"):
+                del one
+            seen = now
+
+    def page(self) -> None:
+        """Look twice."""
+        for _ in range(2):
+            overview(open_catalog(str(self.root)), Files())
+
+    def peak(self, work: Callable[[], object]) -> int:
+        """The most bytes that are allocated at a time meanwhile."""
+        gc.collect()
+        tracemalloc.start()
+        try:
+            work()
+            return tracemalloc.get_traced_memory()[1]
+        finally:
+            tracemalloc.stop()
+
+    @pytest.mark.thorough
+    def test_all(self) -> None:
+        """Every tool that looks at all chunks, with 2,048 of them and with 4,096."""
+        few, many = 2048, 4096
+        fill(self.root, few)
+        tools = self.commands()
+        with Path(os.devnull).open("w", encoding="utf-8") as sink, redirect_stdout(sink):
+            for work in tools.values():
+                work()  # what is imported at first use does not count
+            least = {name: self.peak(work) for name, work in tools.items()}
+            fill(self.root, many, few)
+            each = {
+                name: (self.peak(work) - least[name]) / (many - few) for name, work in tools.items()
+            }
+        self.assertEqual({}, {name: nbytes for name, nbytes in each.items() if nbytes > MOST})
