@@ -1,8 +1,7 @@
 """The output of commands: for people, or as JSON for programs.
 
-A command returns a :class:`Report`; an :class:`Output` shows it. On a terminal `rich` folds what is
-too long for its width, but no number, and gives colours (none with NO_COLOR). Elsewhere everything
-is in plain text, each row in a line.
+A command returns a :class:`Report`; an :class:`Output` shows it. On a terminal judging words have
+colours (none with NO_COLOR), and rows that are too wide are shown cell by cell.
 
 Names in a directory, descriptions, headers and archives may come from an attacker, and a terminal
 obeys control sequences. So a command writes through :func:`guarded` streams, which pass only
@@ -13,7 +12,6 @@ from __future__ import annotations
 
 import itertools
 import os
-import re
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -24,8 +22,6 @@ from vua.io.words import counted, size
 from vua.storage import KINDS, cost_dollars
 
 if TYPE_CHECKING:
-    from rich.console import Console  # takes as long as all of a command
-
     from vua.capacity.spaces import Show
     from vua.catalog.contents import Content
 
@@ -37,17 +33,14 @@ _PIECES: Final = 1 << 10
 """Pieces of JSON that are printed at once."""
 _LINE_S: Final = 0.2
 """Least time between two updates of the progress line."""
-_FORECAST_S: Final = 1.0
 
 _STYLES: Final = {
-    **dict.fromkeys(("ok", "sound", "stored"), "green"),
-    **dict.fromkeys(("note", "partial", "absent"), "yellow"),
-    **dict.fromkeys(("bad", "corrupt", "foreign", "error", "damaged"), "bold red"),
+    **dict.fromkeys(("ok", "sound", "stored"), "32"),
+    **dict.fromkeys(("note", "partial", "absent"), "33"),
+    **dict.fromkeys(("bad", "corrupt", "foreign", "error", "damaged"), "1;31"),
+    "title": "1",
 }
-_LEAST: Final = 12
-"""Least width of a column that is folded."""
-_WHOLE: Final = re.compile(r"[\d.,:%+-]{1,20}( [\d.,:%+-]{1,20})?")
-"""Numbers and moments: no word of them is folded."""
+"""Codes of a terminal's colours, by judging word."""
 
 
 class Report:
@@ -175,16 +168,16 @@ def _is_screen(stream: TextIO | None) -> bool:
     return stream is not None and stream.isatty() and os.environ.get("TERM") != "dumb"
 
 
-def _console() -> Console | None:
-    """Return rich's console if stdout is a terminal. COLUMNS is its width."""
-    if not sys.stdout.isatty():
-        return None
-    from rich.console import Console  # noqa: PLC0415 - takes as long as all of a command
-
-    return Console(file=_beyond(sys.stdout), markup=False, highlight=False, emoji=False)
-
-
 # -- for people ---------------------------------------------------------------------------------
+
+
+def _write(cells: Iterable[tuple[str, str]]) -> None:
+    """Print a line of texts, each with the word that gives it a colour on a terminal."""
+    out = _beyond(sys.stdout)
+    colours = _STYLES if _is_screen(out) and not os.environ.get("NO_COLOR") else {}
+    shown = [(_shown(text), colours.get(word)) for text, word in cells]
+    line = "".join(f"\x1b[{style}m{text}\x1b[m" if style else text for text, style in shown)
+    out.write(line.rstrip(" ") + "\n")
 
 
 def table(
@@ -192,40 +185,47 @@ def table(
 ) -> None:
     """Print rows below a head; columns whose name starts with a space are right-aligned.
 
-    A function that returns the rows is called twice, so that not all are held; on a terminal once.
+    A terminal too narrow for all but the last column shows each row's cells below each other. A
+    function that returns the rows is called twice, so that not all are held.
     """
     make = rows if callable(rows) else lambda: rows
-
-    def cells() -> Iterator[list[str]]:
+    widths = [0] * len(head)
+    for row in itertools.chain([head], make()):
+        cells = (len(_shown(str(cell))) for cell in row)
+        widths = [max(pair) for pair in zip(widths, cells, strict=True)]
+    if sys.stdout.isatty() and sum(widths[:-1]) + 2 * len(widths) > _columns():
         for row in make():
-            yield [_shown(str(cell)) for cell in row]
+            facts("", zip((name.strip() for name in head), map(str, row), strict=True))
+        return
+    for row in itertools.chain([head], make()):
+        words = [_shown(str(cell)) for cell in row]
+        placed = [
+            word.rjust(width) if name.startswith(" ") else word.ljust(width)
+            for name, word, width in zip(head, words, widths, strict=True)
+        ]
+        gaps = [*["  "] * (len(head) - 1), ""]
+        _write(zip(map("".join, zip(placed, gaps, strict=True)), words, strict=True))
 
-    if console := _console():
-        _fit(console, head, list(cells()))
-    else:
-        _align(head, lambda: itertools.chain([list(head)], cells()))
+
+def _columns() -> int:
+    from shutil import get_terminal_size  # noqa: PLC0415 - takes ms, pipes do without
+
+    return get_terminal_size().columns
 
 
 def facts(title: str, pairs: Iterable[tuple[str, str]]) -> None:
     """Print names and values, aligned, below a title."""
     line("", title)
-    cells = [["", f"{_shown(name):<9}", _shown(value)] for name, value in pairs]
-    if console := _console():
-        _fit(console, ["", "", ""], cells)
-    else:
-        _align(["", "", ""], lambda: cells)
+    known = list(pairs)
+    width = max((9, *(len(_shown(name)) for name, _ in known)))
+    for name, value in known:
+        _write([(f"  {_shown(name):<{width}}  ", ""), (value, value)])
 
 
 def line(state: str, text: str) -> None:
     """Print a judging word and a text, or (``""``) a title."""
     word = f"{state}: " if state else ""
-    if (console := _console()) is None:
-        print(f"{word}{plain(text)}".rstrip())
-        return
-    from rich.text import Text  # noqa: PLC0415 - as for the console
-
-    rest = (_shown(text).rstrip(), "" if state else "bold")
-    console.print(Text.assemble((word, _STYLES.get(state, "")), rest), soft_wrap=bool(state))
+    _write([(word, state), (text, "" if state else "title")])
 
 
 def print_strays(strays: Sequence[str]) -> None:
@@ -256,71 +256,20 @@ def _shown(text: str) -> str:
     return sys.stdout.shown(plain(text)) if isinstance(sys.stdout, _Guarded) else plain(text)
 
 
-def _align(names: Sequence[str], rows: Callable[[], Iterable[list[str]]]) -> None:
-    widths = [0] * len(names)
-    for row in rows():
-        widths = [max(width, len(cell)) for width, cell in zip(widths, row, strict=True)]
-    for row in rows():
-        placed = [
-            cell.rjust(width) if name.startswith(" ") else cell.ljust(width)
-            for name, cell, width in zip(names, row, widths, strict=True)
-        ]
-        print("  ".join(placed).rstrip())
-
-
-def _fit(console: Console, head: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    """Print a table on a terminal: what is long is folded, and numbers are never.
-
-    Where not even so a table with a head is narrow enough, each row is a table of its own.
-    """
-    from rich.cells import cell_len  # noqa: PLC0415 - as for the console
-    from rich.table import Table  # noqa: PLC0415 - likewise
-    from rich.text import Text  # noqa: PLC0415 - likewise
-
-    def least(cell: str) -> int:
-        is_whole = _WHOLE.fullmatch(cell)
-        return max(map(len, cell.split())) if is_whole else min(_LEAST, cell_len(cell))
-
-    names = [name.strip() for name in head]
-    grid = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, show_header=any(names))
-    for at, (name, *cells) in enumerate(zip(names, *rows, strict=True)):
-        is_number = head[at].startswith(" ")
-        grid.add_column(
-            name,
-            justify="right" if is_number else "left",
-            no_wrap=is_number,
-            overflow="fold",
-            min_width=max(map(cell_len if is_number else least, (name, *cells))),
-        )
-    needed = sum(2 + (column.min_width or 0) for column in grid.columns) - 2
-    if needed > console.width and any(names):
-        for row in rows:
-            _fit(console, ["", ""], [*zip(names, row, strict=True), ("", "")])
-        return
-    for row in rows:
-        grid.add_row(*(Text(cell, _STYLES.get(cell, "")) for cell in row))
-    console.print(grid, crop=False)
-
-
 # -- progress -----------------------------------------------------------------------------------
 
 
-def progress_line(text: str, done: int, total: int, amount: int, unit: str, seconds: float) -> str:
-    """Return a line of progress after ``seconds``.
+def progress_line(text: str, done: int, total: int, amount: int, unit: str) -> str:
+    """Return a line of progress.
 
-    >>> progress_line("verify", 1, 4, 3 << 20, "B", 2.0)
-    ' 25%  verify, 3.0 MiB, 0:06 left'
-    >>> progress_line("rows", 0, 0, 0, "", 9.0)
+    >>> progress_line("verify", 1, 4, 3 << 20, "B")
+    ' 25%  verify, 3.0 MiB'
+    >>> progress_line("rows", 0, 0, 0, "")
     'rows'
-    >>> progress_line("rows", 5, 10, 50, "chunk", 0.9)
-    ' 50%  rows, 50 chunks'
     """
     words, share = [text] if text else [], min(1.0, done / max(1, total))
     if amount:
         words.append(size(amount) if unit == "B" else counted(amount, unit))
-    if 0 < share < 1 and seconds >= _FORECAST_S:
-        minutes, left_s = divmod(round(seconds * (1 - share) / share), 60)
-        words.append(f"{minutes}:{left_s:02} left")
     return f"{share:4.0%}  " * (total > 0) + ", ".join(words)
 
 
@@ -330,21 +279,14 @@ def progress() -> Iterator[Show]:
     if not _is_screen(sys.stderr):
         yield lambda *_, **__: None
         return
-    stream, shown_s, began_s = _beyond(sys.stderr), 0.0, 0.0
-    part, before = ("", 0), 0
+    stream, shown_s = _beyond(sys.stderr), 0.0
 
     def show(text: str, done: int = 0, total: int = 0, *, amount: int = 0, unit: str = "B") -> None:
-        nonlocal shown_s, began_s, part, before
-        now_s = time.monotonic()
-        if (unit, total) != part or done < before:  # something else begins
-            part, began_s = (unit, total), now_s
-        before = done
-        if now_s - shown_s > _LINE_S:
-            from shutil import get_terminal_size  # noqa: PLC0415 - takes ms, pipes do without
-
-            shown_s = now_s
-            words = progress_line(plain(text), done, total, amount, unit, now_s - began_s)
-            stream.write(f"\r\x1b[K{words[: get_terminal_size().columns - 1]}")
+        nonlocal shown_s
+        if time.monotonic() - shown_s > _LINE_S:
+            shown_s = time.monotonic()
+            words = progress_line(plain(text), done, total, amount, unit)
+            stream.write(f"\r\x1b[K{words[: _columns() - 1]}")
             stream.flush()
 
     try:
