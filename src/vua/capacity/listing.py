@@ -587,21 +587,17 @@ def read_listing(
     known: Listing | None = None,
     *,
     headers: bool = True,
-    fans: Sequence[str] | None = None,
 ) -> Listing:
     """List a namespace's chunks, some 40 us each. Other processes may write and delete meanwhile.
 
     Chunks with the same mtime as in ``known``, a listing read before, are not read again (a third
     of the time), and their pins are left out. Without ``headers`` it is not known which chunk
-    precedes which. Given ``fans``, those in other fan-out directories are left out.
+    precedes which.
     """
-    found, work = Listing(), partial(_part_of, space, headers=headers)
-    every = fans_of(space) if fans is None else [*fans]
-    parts_of: Iterator[_Part] = map(work, every)
+    found, every = Listing(), fans_of(space)
+    parts_of = over_fans(partial(_part_of, space, headers=headers), space, every)
     if known is not None:
         parts_of = (_part_of(space, fan, known.nodes(fan)) for fan in every)
-    elif fans is None:
-        parts_of = over_fans(work, space, every)
     count = 0
     for done, part in enumerate(parts_of, 1):
         found.add_part(part)

@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Any, Final, Literal, TypeAlias, TypeVar
 from vua.capacity.limits import Limits, nbytes_of
 from vua.capacity.spaces import Show, silent
 from vua.catalog.contents import SHORT, Content, Entries, Item
-from vua.errors import ConfigError, explaining
+from vua.errors import ConfigError, CorruptEntryError, explaining
 from vua.io.words import size
 from vua.security.settings import Security
 from vua.storage.description import DESCRIPTION, Description
@@ -38,7 +38,7 @@ from vua.storage.names import AFTER
 if TYPE_CHECKING:
     from vua.capacity.listing import ListedChunk, Listing
     from vua.capacity.removal import Collection
-    from vua.catalog.check import OpenFile, Verification
+    from vua.catalog.check import Verification
     from vua.format.layout import KVLayout
     from vua.format.parse import EntryInfo
     from vua.security.keyring import KnownKeys
@@ -174,10 +174,10 @@ class Look:
     """All of them, or a sample of very many."""
     fans: Sequence[str] | None
     """With which two digits the names of a sample begin; None for all."""
-    scale: float
+    scale: float = 1.0
     """So many chunks stand for each one in :attr:`chunks`; so it is with those that follow."""
-    whole: Content | None
-    """All chunks, if :attr:`chunks` is a sample."""
+    whole: Content | None = None
+    """All chunks, if :attr:`chunks` is a sample, and there was a look before."""
     new: int = 0
     """Since the look before; also :attr:`used` and :attr:`gone`."""
     used: int = 0
@@ -235,12 +235,17 @@ class NamespaceCatalog(ABC):
         """List all files but the description, by path. Raises OSError."""
 
     @abstractmethod
+    def read(self, path: str, most: int) -> bytes | memoryview:
+        """Return at most so many first bytes of a file. Raises OSError."""
+
     def header(self, path: str) -> EntryInfo | None:
         """Read an entry's header; None if it is unreadable or unsound."""
+        from vua.format.entry import MAX_HEADER_NBYTES  # noqa: PLC0415 - `ls` goes without
+        from vua.format.parse import parse_entry  # noqa: PLC0415 - likewise
 
-    @abstractmethod
-    def opened(self, path: str) -> contextlib.AbstractContextManager[OpenFile]:
-        """Return a file, open for reading, by its path in the namespace. Raises OSError."""
+        with contextlib.suppress(OSError, CorruptEntryError):
+            return parse_entry(bytes(self.read(path, MAX_HEADER_NBYTES)))
+        return None
 
     @abstractmethod
     def checked(
@@ -344,10 +349,10 @@ class NamespaceCatalog(ABC):
         """
         some = self.sample() if past is None else past.fans  # a change is one of the same sample
         chunks = self.names(show, some)
-        scale, whole = (
-            (1.0, None) if some is None else (256 / len(some), self.content(show, exact=False))
-        )
-        found = Look(self.name, self.stated.model, chunks, some, scale, whole)
+        found = Look(self.name, self.stated.model, chunks, some)
+        if some is not None:
+            found.scale = 256 / len(some)
+            found.whole = None if past is None else self.content(show, exact=False)
         if past is not None:
             found.new, found.used, found.gone = chunks.changes(past.chunks, some)
         if past is not None and not (found.new or found.gone):
@@ -523,10 +528,6 @@ class Catalog(ABC):
     def own_ttls(self) -> int:
         """Return how many chunks have their own time to live."""
         return 0
-
-    def pins_may_hold(self) -> int | None:
-        """Return how many bytes of pinned chunks stay when space is needed; None for all."""
-        return None
 
     def stored_nbytes(self, found: Sequence[Any]) -> int:
         """Return how many bytes are stored, about."""

@@ -6,7 +6,6 @@ A bucket deletes by itself by its lifecycle rule; see docs/object-stores.md.
 from __future__ import annotations
 
 import contextlib
-import io
 import itertools
 import math
 import secrets
@@ -24,7 +23,6 @@ from vua.capacity.limits import Limits, bounds_text
 from vua.capacity.listing import ListedChunk, Listing
 from vua.capacity.spaces import Show, is_fan
 from vua.catalog.base import (
-    MAX_FILE_NBYTES,
     Catalog,
     Demand,
     Finding,
@@ -35,11 +33,10 @@ from vua.catalog.base import (
     probed,
     timed,
 )
-from vua.catalog.check import OpenFile, Verification
+from vua.catalog.check import Verification
 from vua.catalog.contents import Item
 from vua.catalog.stored import checked_entries
 from vua.errors import ConfigError, CorruptEntryError
-from vua.format.entry import MAX_HEADER_NBYTES
 from vua.format.parse import EntryInfo, parse_entry
 from vua.security.keyring import KnownKeys
 from vua.security.settings import Security
@@ -104,18 +101,12 @@ class BucketNamespace(NamespaceCatalog):
 
     def header(self, path: str) -> EntryInfo | None:
         """Read a header by one request, or two if it is long."""
-        key, bucket = (self.bucket_path / path).key, self.bucket_path.bucket
         with suppress(OSError, CorruptEntryError):
-            data = bucket.get(key, 0, _HEADER_NBYTES)[1]
-            try:
-                return parse_entry(bytes(data))
-            except CorruptEntryError:
-                return parse_entry(bytes(bucket.get(key, 0, 2 * MAX_HEADER_NBYTES)[1]))
-        return None
+            return parse_entry(self.read(path, _HEADER_NBYTES))
+        return super().header(path)
 
-    @contextlib.contextmanager
-    def opened(self, path: str) -> Iterator[OpenFile]:
-        yield OpenFile(io.BytesIO((self.bucket_path / path).read(MAX_FILE_NBYTES)))
+    def read(self, path: str, most: int) -> bytes:
+        return bytes(self.bucket_path.bucket.get((self.bucket_path / path).key, 0, most)[1])
 
     def _read(self, path: str) -> tuple[memoryview, bytes | None]:
         meta, data = self.bucket_path.bucket.get((self.bucket_path / path).key)

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import functools
-import io
 import itertools
 import operator
 import os
 import random
 import stat
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import BinaryIO, Final, Literal
+from typing import Final, Literal, TypeAlias
 
 from vua.catalog.contents import Item
 from vua.errors import CorruptEntryError, VUAError
@@ -30,6 +29,7 @@ from vua.io.posix import closing_fd
 from vua.native import Digest
 from vua.security.keyring import KnownKeys
 from vua.security.settings import Security
+from vua.storage.base import Storage, entry_name
 from vua.storage.description import Description, read_description
 from vua.storage.local import version_of
 from vua.storage.location import BucketPath, is_url
@@ -46,23 +46,6 @@ Outcome = Literal["sound", "corrupt", "foreign", "error"]
 """As the store's counters. ``error``: unreadable."""
 
 _BUFFER_NBYTES: Final = MAX_HEADER_NBYTES  # so that the first block holds any header
-
-
-class OpenFile:
-    """An open file, or an object that was read."""
-
-    def __init__(self, stream: BinaryIO) -> None:
-        """Use ``stream``; the opener closes it."""
-        self.stream = stream
-        self.nbytes = stream.seek(0, os.SEEK_END)
-        stream.seek(0)
-
-    def state(self) -> object:
-        """Return a value that changes when the file is written to, which VUA never does."""
-        if isinstance(self.stream, io.BytesIO):
-            return self.nbytes
-        status = os.fstat(self.stream.fileno())
-        return status.st_size, status.st_mtime_ns
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,14 +148,6 @@ def _differences(info: EntryInfo, expected: ExpectedEntry) -> Iterator[str]:
         yield f"its header says {info.layout}, namespace.json {expected.layout}"
 
 
-def check_open(file: OpenFile, expected: ExpectedEntry) -> Check:
-    """Judge an open file, or an object that was read."""
-    try:
-        return Checker().check(file.stream.fileno(), expected)
-    except OSError:  # in memory
-        return Checker().check_bytes(memoryview(file.stream.read()), expected)
-
-
 def read_plain(fd: int, checker: Checker, expected: ExpectedEntry) -> tuple[Check, bytes | None]:
     """Check an open file, and return its version; None if no reader would accept it."""
     try:
@@ -269,6 +244,37 @@ class Verification:
             headers = tuple(self.stated.values())
             return f"it says {self.namespace.layouts}, and entries' headers {headers}"
         return ""
+
+
+Judge: TypeAlias = Callable[[Item], "tuple[Check | None, bytes | None, bool]"]
+"""Returns an entry's check (None: it vanished), its version, and whether repair may remove it."""
+
+
+def check_all(
+    stated: Description, items: Sequence[Item], judge: Judge, storage: Storage, *, repair: bool,
+    each: Callable[..., Iterable[tuple[Check | None, bool]]] = map,
+) -> Verification:  # fmt: skip
+    """Check some items of a namespace; ``repair`` removes unsound entries from the storage."""
+
+    def work(item: Item) -> tuple[Check | None, bool]:
+        if item.kind != "entry":
+            return None, False
+        check, version, removable = judge(item)
+        unsound = check is not None and check.outcome != "sound"
+        if not (repair and removable and unsound) or item.shard is None:
+            return check, False
+        return check, storage.delete(entry_name(item.chunk, item.shard), version)
+
+    part = Verification(stated, "")
+    for item, (check, removed) in zip(items, each(work, items), strict=True):
+        if item.kind == "unreadable":
+            part.add(item.path, Check("error", (item.problem,), 0))
+        elif item.kind != "entry":
+            part.add_other(item)
+        elif check is not None:
+            part.add(item.path, check)
+            part.removed += removed
+    return part
 
 
 _DIGEST_DIGITS: Final = 64

@@ -15,10 +15,9 @@ import stat
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Final
+from typing import Final, NamedTuple
 
 import numpy as np
 
@@ -36,20 +35,17 @@ from vua.io.words import counted, size
 from vua.security.settings import Security, check_owner
 from vua.storage.mark import claimable
 
-_PREFIX: Final = ".doctor-"
 _FILE_NBYTES: Final = 2 << 20
 _FILES: Final = 4
 _LOOKUPS: Final = 22
 """Names that the lookup of a prompt of 131,072 tokens asks for at most."""
 _FEW_INODES: Final = 10_000
-_PAGE: Final = 4096
 _STAMP_STEP_NS: Final = 1000  # see vua.capacity.lru: between a chunk's stamp and its parent's
 _SKEW_S: Final = 5.0
 _VOLATILE: Final = ("tmpfs", "ramfs", "overlay")
 
 
-@dataclass(frozen=True, slots=True)
-class Mount:
+class Mount(NamedTuple):
     """The mount that a directory is on."""
 
     kind: str
@@ -57,28 +53,12 @@ class Mount:
     options: tuple[str, ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
-class ProbeDirectory:
-    """The directory in which probes work."""
-
-    fd: int
-    """A temporary directory in the cache's directory, open."""
-    mount: Mount
-
-    def create(self, name: str, content: bytes = b"x") -> None:
-        """Make a file as VUA does. Raises OSError."""
-        with open(make_file(name, os.O_EXCL, dir_fd=self.fd), "wb") as stream:
-            stream.write(content)
-
-    @contextlib.contextmanager
-    def opened(self, name: str, flags: int = 0) -> Iterator[int]:
-        """Open a file for reading. Raises OSError."""
-        flags |= os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC
-        with closing_fd(os.open(name, flags, dir_fd=self.fd)) as fd:
-            yield fd
+def _create(path: Path, content: bytes = b"x") -> None:
+    with open(make_file(path, os.O_EXCL), "wb") as stream:
+        stream.write(content)
 
 
-def mount_of(path: str, table: str = "/proc/self/mountinfo") -> Mount:
+def mount_of(path: str | Path, table: str = "/proc/self/mountinfo") -> Mount:
     """Return the mount that ``path`` is on, from the kernel's ``table`` (proc(5))."""
     where, best, found = os.path.realpath(path), "", Mount("")
     try:
@@ -97,40 +77,40 @@ def mount_of(path: str, table: str = "/proc/self/mountinfo") -> Mount:
     return found
 
 
-def file_system(ground: ProbeDirectory) -> Verdict:
-    mount = ground.mount
-    if mount.kind.startswith("nfs"):
-        if {"lookupcache=positive", "lookupcache=pos", "lookupcache=none"} & {*mount.options}:
-            return "ok", f"{mount.kind}, absent names are not cached"
+def file_system(ground: Path) -> Verdict:
+    kind, options = mount_of(ground)
+    if kind.startswith("nfs"):
+        if {"lookupcache=positive", "lookupcache=pos", "lookupcache=none"} & {*options}:
+            return "ok", f"{kind}, absent names are not cached"
         return "note", (
-            f"{mount.kind} caches absent names for up to 30 s: chunks of other hosts show late, "
+            f"{kind} caches absent names for up to 30 s: chunks of other hosts show late, "
             "which costs hits; mount with lookupcache=positive"
         )
-    if mount.kind in _VOLATILE:
-        return "note", f"{mount.kind}: what is stored goes with the host or container"
-    return "ok", mount.kind or "unknown: no /proc/self/mountinfo here"
+    if kind in _VOLATILE:
+        return "note", f"{kind}: what is stored goes with the host or container"
+    return "ok", kind or "unknown: no /proc/self/mountinfo here"
 
 
-def publish(ground: ProbeDirectory) -> Verdict:
-    ground.create("new", b"content")
+def publish(ground: Path) -> Verdict:
+    new, final = ground / "new", ground / "final"
+    _create(new, b"content")
     try:
-        ground.create("new")
+        _create(new)
     except FileExistsError:
         pass
     else:
         return "bad", "O_EXCL makes a file twice: writers may mix; use another disk"
-    os.replace("new", "final", src_dir_fd=ground.fd, dst_dir_fd=ground.fd)
-    with ground.opened("final") as fd:
-        whole = os.read(fd, _PAGE) == b"content"
-    if not whole or "new" in os.listdir(ground.fd):
+    new.replace(final)
+    if final.read_bytes() != b"content" or new.exists():
         return "bad", "a renamed file is not what was written; use another disk"
     return "ok", "files appear whole, by a rename over nothing"
 
 
-def cached_open(ground: ProbeDirectory) -> Verdict:
-    ground.create("seen")
-    os.close(posix.open_beneath(ground.fd, "seen"))
-    fd = posix.open_cached(ground.fd, "seen")
+def cached_open(ground: Path) -> Verdict:
+    _create(ground / "seen")
+    with closing_fd(os.open(ground, os.O_RDONLY)) as folder:
+        os.close(posix.open_beneath(folder, "seen"))
+        fd = posix.open_cached(folder, "seen")
     if fd is None:
         text = "RESOLVE_CACHED does not answer here: lookups are slower beside a busy thread"
         return "note", f"{text} (Linux 5.12, and a seccomp filter that allows it)"
@@ -138,11 +118,11 @@ def cached_open(ground: ProbeDirectory) -> Verdict:
     return "ok", "names in the kernel's cache are found without waiting"
 
 
-def modes(ground: ProbeDirectory) -> Verdict:
-    make_folder("private", dir_fd=ground.fd)
-    ground.create("private/file")
-    file = os.stat("private/file", dir_fd=ground.fd)
-    directory = os.stat("private", dir_fd=ground.fd)
+def modes(ground: Path) -> Verdict:
+    private = ground / "private"
+    make_folder(private)
+    _create(private / "file")
+    file, directory = (private / "file").stat(), private.stat()
     wide = [
         f"{what} {stat.S_IMODE(status.st_mode):04o} and not {mode:04o}"
         for what, status, mode in (("directories", directory, 0o700), ("files", file, 0o600))
@@ -157,21 +137,23 @@ def modes(ground: ProbeDirectory) -> Verdict:
     return "ok", "directories 0700, files 0600, our own"
 
 
-def stamps(ground: ProbeDirectory) -> Verdict:
-    make_folder("stamped", dir_fd=ground.fd)
-    wanted = os.stat("stamped", dir_fd=ground.fd).st_mtime_ns // 10**9 * 10**9 + 123_456_789
+def stamps(ground: Path) -> Verdict:
+    folder = ground / "stamped"
+    make_folder(folder)
+    wanted = folder.stat().st_mtime_ns // 10**9 * 10**9 + 123_456_789
     for one in (wanted, wanted - _STAMP_STEP_NS):
-        os.utime("stamped", ns=(one, one), dir_fd=ground.fd, follow_symlinks=False)
-        off = abs(os.stat("stamped", dir_fd=ground.fd).st_mtime_ns - one)
+        os.utime(folder, ns=(one, one), follow_symlinks=False)
+        off = abs(folder.stat().st_mtime_ns - one)
         if off >= _STAMP_STEP_NS:
             text = f"off by {off / 1e6:g} ms as set: eviction needs microseconds to delete a prefix"
             return "bad", f"{text} after what builds on it; use another file system"
     return "ok", f"kept to {'the nanosecond' if off == 0 else 'the microsecond'}"
 
 
-def clock(ground: ProbeDirectory) -> Verdict:
+def clock(ground: Path) -> Verdict:
     before = time.time_ns()
-    server = server_now_ns(ground.fd)
+    with closing_fd(os.open(ground, os.O_RDONLY)) as folder:
+        server = server_now_ns(folder)
     after = time.time_ns()
     skew_s = (server - after if server > after else min(0, server - before)) / 1e9
     text = f"the file system's is {skew_s:+.3f} s from this host's"
@@ -181,7 +163,7 @@ def clock(ground: ProbeDirectory) -> Verdict:
     return "ok", text
 
 
-PROBES: Final[Mapping[str, Callable[[ProbeDirectory], Verdict]]] = {
+PROBES: Final[Mapping[str, Callable[[Path], Verdict]]] = {
     "file system": file_system, "publish": publish, "openat2": cached_open, "permissions": modes,
     "time stamps": stamps, "clock": clock,
 }  # fmt: skip
@@ -220,16 +202,14 @@ def _unwritable(root: Path, problem: OSError) -> Finding:
 
 def tried(root: Path, demand: Demand) -> Iterator[Finding]:
     """Run all probes in a directory below ``root``, which is removed again."""
-    path = f"{root}/{_PREFIX}{secrets.token_hex(4)}"
+    path = root / f".doctor-{secrets.token_hex(4)}"
     try:
         make_folder(path)
     except OSError as problem:
         yield _unwritable(root, problem)
         return
     try:
-        with closing_fd(os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)) as fd:
-            ground = ProbeDirectory(fd, mount_of(path))
-            yield from probed({**PROBES, "speed": partial(_speed, demand=demand)}, ground)
+        yield from probed({**PROBES, "speed": partial(_speed, demand=demand)}, path)
     finally:
         shutil.rmtree(path, ignore_errors=True)
     if os.path.lexists(path):
@@ -239,45 +219,25 @@ def tried(root: Path, demand: Demand) -> Iterator[Finding]:
 # -- speed ------------------------------------------------------------------------------------
 
 
-def _speed(ground: ProbeDirectory, demand: Demand) -> Verdict:
+def _speed(ground: Path, demand: Demand) -> Verdict:
     content = np.random.default_rng(0).bytes(_FILE_NBYTES)
-    names = [f"speed-{number}" for number in range(_FILES)]
-    write_s = [timed(partial(_write, ground, name, content)) for name in names]
-    told = all(_is_cached(ground, name) for name in names)  # some file systems never say
-    for name in names:
-        with ground.opened(name) as fd:
-            os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
-    dropped = told and not any(_is_cached(ground, name) for name in names)
-    read_s = sum(timed(partial(_read, ground, name)) for name in names)
-    lookup_s = statistics.median(
-        timed(partial(os.stat, name, dir_fd=ground.fd)) for name in names * _LOOKUPS
-    )
-    nbytes, kind = (
-        _FILES * _FILE_NBYTES,
-        "cold" if dropped else "after a try to drop it from memory",
-    )
-    text = f"write {nbytes / sum(write_s) / 1e9:.2f} GB/s, {kind} {nbytes / read_s / 1e9:.2f} GB/s"
-    text += f"; look up {lookup_s * 1e6:.0f} us"
+    files = [ground / f"speed-{number}" for number in range(_FILES)]
+    write_s = sum(timed(partial(_write, one, content)) for one in files)
+    for one in files:
+        with one.open("rb") as file:
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+    read_s = sum(timed(one.read_bytes) for one in files)
+    lookup_s = statistics.median(timed(one.stat) for one in files * _LOOKUPS)
+    nbytes = _FILES * _FILE_NBYTES
+    text = f"write {nbytes / write_s / 1e9:.2f} GB/s, after a try to drop it from memory read "
+    text += f"{nbytes / read_s / 1e9:.2f} GB/s; look up {lookup_s * 1e6:.0f} us"
     return "ok", f"{text}; {demand.judge(nbytes / read_s, _LOOKUPS * lookup_s)}"
 
 
-def _write(ground: ProbeDirectory, name: str, content: bytes) -> None:
-    ground.create(name, content)
-    with ground.opened(name) as fd:
-        os.fsync(fd)
-
-
-def _read(ground: ProbeDirectory, name: str) -> None:
-    with ground.opened(name) as fd:
-        while os.read(fd, 1 << 20):
-            pass
-
-
-def _is_cached(ground: ProbeDirectory, name: str) -> bool:
-    """Whether the kernel says that a file's first page is in memory."""
-    with ground.opened(name) as fd, contextlib.suppress(OSError, AttributeError):
-        return os.preadv(fd, [bytearray(_PAGE)], 0, os.RWF_NOWAIT) == _PAGE
-    return False
+def _write(path: Path, content: bytes) -> None:
+    _create(path, content)
+    with path.open("rb") as file:
+        os.fsync(file.fileno())
 
 
 # -- the host -----------------------------------------------------------------------------------

@@ -1,7 +1,7 @@
 """The catalog of any storage that can list its entries.
 
 A new storage (:class:`vua.storage.base.Storage`) gets `vua ls`, `du`, `gc`, `rm`, `top`, `verify`
-and `explain` by it, and `vua pin` if it is a :class:`PinnedStorage`, too::
+and `explain` by it::
 
     def opened(where: str, *, create: bool) -> Catalog:
         storages = {"<64 hex>": MyStorage(where)}  # by namespace
@@ -13,25 +13,22 @@ and `explain` by it, and `vua pin` if it is a :class:`PinnedStorage`, too::
 from __future__ import annotations
 
 import contextlib
-import io
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Final, Protocol, runtime_checkable
+from typing import Final
 
 from vua.capacity.limits import Limits
 from vua.capacity.listing import ListedChunk
 from vua.capacity.spaces import Show
 from vua.catalog.base import Catalog, NamespaceCatalog, Removal
-from vua.catalog.check import Check, Checker, ExpectedEntry, OpenFile, Verification, sampled
+from vua.catalog.check import Check, Checker, ExpectedEntry, Verification, check_all, sampled
 from vua.catalog.contents import Item
 from vua.errors import ConfigError, EntryError
-from vua.format.entry import MAX_HEADER_NBYTES
-from vua.format.parse import EntryInfo, parse_entry
 from vua.security.keyring import KnownKeys
-from vua.storage.base import Batch, Storage, entry_name, parse_name
+from vua.storage.base import Batch, Storage, parse_name
 from vua.storage.description import Description
-from vua.storage.names import PIN, SUFFIX, chunk_path, entry_at
+from vua.storage.names import SUFFIX, entry_at
 
 _HELD: Final = 64
 """Most entries in memory at a time."""
@@ -44,44 +41,18 @@ def checked_entries(
     """Check a namespace's entries as a whole; ``read`` returns one's bytes, and its version."""
     checker, fans = Checker(keys), sampled([f"{fan:02x}" for fan in range(256)], share)
 
-    def check(item: Item) -> tuple[Item, Check | None, bool]:
-        if item.kind != "entry":
-            return item, None, False
+    def judge(item: Item) -> tuple[Check | None, bytes | None, bool]:
         try:
             data, version = read(item.path)
         except OSError as problem:
-            return item, Check("error", (str(problem),), 0), False
+            return Check("error", (str(problem),), 0), None, False
         where = ExpectedEntry(space.name, item.chunk, item.shard)
-        done = checker.check_bytes(memoryview(bytearray(data)), where)
-        if not repair or done.outcome not in ("corrupt", "foreign") or item.shard is None:
-            return item, done, False
-        return item, done, storage.delete(entry_name(item.chunk, item.shard), version)
+        check = checker.check_bytes(memoryview(bytearray(data)), where)
+        return check, version, check.outcome in ("corrupt", "foreign")
 
     chosen = (one for one in space.items() if one.kind != "entry" or one.chunk[:2] in fans)
     while some := list(itertools.islice(chosen, _HELD)):
-        part = Verification(space.stated, "")
-        for item, done, removed in space.each(check, some):
-            if done is None:
-                part.add_other(item)
-            else:
-                part.add(item.path, done)
-                part.removed += removed
-        yield 0, part
-
-
-@runtime_checkable
-class PinnedStorage(Protocol):
-    """A storage that keeps pins: pairs of a held chunk and the pinned chunk."""
-
-    def pins(self) -> Sequence[tuple[str, str]]: ...
-
-    def add_pins(self, pins: Sequence[tuple[str, str]]) -> None:
-        """Keep pins. Raises OSError."""
-        ...
-
-    def remove_pins(self, pins: Sequence[tuple[str, str]]) -> None:
-        """Forget pins, if present. Raises OSError."""
-        ...
+        yield 0, check_all(space.stated, some, judge, storage, repair=repair, each=space.each)
 
 
 class StorageNamespace(NamespaceCatalog):
@@ -104,17 +75,9 @@ class StorageNamespace(NamespaceCatalog):
                 *(path, "entry", entry.nbytes, entry.last_used_s),
                 chunk=chunk, shard=shard, used_ns=used_ns,
             )  # fmt: skip
-        for held, pinned in self.storage.pins() if isinstance(self.storage, PinnedStorage) else ():
-            yield Item(f"{chunk_path(held)}/{PIN}{pinned}", "mark")
 
-    def header(self, path: str) -> EntryInfo | None:
-        with contextlib.suppress(OSError, EntryError):
-            return parse_entry(self._read(path, MAX_HEADER_NBYTES)[0])
-        return None
-
-    @contextlib.contextmanager
-    def opened(self, path: str) -> Iterator[OpenFile]:
-        yield OpenFile(io.BytesIO(self._read(path)[0]))
+    def read(self, path: str, most: int) -> bytes:
+        return self._read(path, most)[0]
 
     def _read(self, path: str, most: int | None = None) -> tuple[bytes, bytes | None]:
         """Return an entry's first bytes, by default all, and its version. Raises OSError."""
@@ -136,21 +99,15 @@ class StorageNamespace(NamespaceCatalog):
         return checked_entries(self, self.storage, keys, share, repair=repair, read=self._read)
 
     def pin(self, chunk: str, *, on: bool = True) -> int:
-        """As in the base class. Raises ConfigError if the storage keeps no pins."""
-        if not isinstance(self.storage, PinnedStorage):
-            raise ConfigError(f"{type(self.storage).__name__} keeps no pins")
-        held = [(one, chunk) for one in self.ancestors(chunk)]
-        (self.storage.add_pins if on else self.storage.remove_pins)(held)
-        return len(held)
+        """Raise ConfigError."""
+        del chunk, on
+        raise ConfigError(f"{type(self.storage).__name__} keeps no pins")
 
     def erase(self, chunks: Sequence[ListedChunk], done: Removal) -> None:
         done.count(chunks)
         done.objects = (done.objects or 0) + sum(len(one.paths) for one in chunks)
-        for chunk in chunks:
-            for path in chunk.paths:
-                self.storage.delete(entry_at(path))
-            if isinstance(self.storage, PinnedStorage):
-                self.storage.remove_pins([(chunk.name, pinned) for pinned in chunk.pins])
+        for path in (path for chunk in chunks for path in chunk.paths):
+            self.storage.delete(entry_at(path))
 
 
 class StorageCatalog(Catalog):

@@ -40,14 +40,7 @@ if TYPE_CHECKING:
 
 _ROOT: Final = 0
 _LATER: Final = (
-    *(
-        "json",
-        "multiprocessing.pool",
-        "multiprocessing.popen_fork",
-        "rich.console",
-        "rich.text",
-        "sqlite3",
-    ),
+    *("json", "multiprocessing.pool", "multiprocessing.popen_fork", "sqlite3"),
     *("vua.capacity.listing", "vua.catalog.directory", "vua.catalog.probes", "vua.store.namespace"),
 )
 """Modules that commands import when they need them."""

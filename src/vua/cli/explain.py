@@ -158,11 +158,6 @@ def _of_others(answer: Answer, first: ChunkState) -> str:
     mine = first.key.parent.hex()[:SHORT] or "-"
     if not others.with_extras and mine == "-":
         return f"{text}None has a salt, an adapter or an image: the first {size} tokens differ"
-    if not salts:  # a page knows no names
-        return (
-            f"{text}{others.with_extras} of them have a salt, an adapter or an image (--salt names "
-            f"a request's salt); of the rest the first {size} tokens differ"
-        )
     kinds = [f"{number} {_salted(salt)}" for salt, number in salts.items() if salt != mine][:5]
     counts = ", ".join([f"{salts.get(mine, 0)} {_salted(mine)} as this one", *kinds])
     return f"{text}{counts}: the first {size} tokens differ"

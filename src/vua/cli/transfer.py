@@ -1,8 +1,7 @@
 """`vua export` and `vua import`: chosen prefixes as one portable file.
 
-Export reads and verifies, and changes nothing. Its memory is bounded: a file is checked block by
-block, then copied. A file longer than any of its namespace can be is not read. The objects of one
-chunk of a bucket are held in memory.
+Export reads and verifies, and changes nothing. It holds the files of one chunk in memory, and
+writes what it has verified; of a file longer than any of its namespace can be it reads no more.
 
 Import verifies each file completely, in memory, before it writes a byte. Then it publishes the file
 like any writer: into a namespace whose identity gives its name, after its prefix, within the
@@ -26,7 +25,6 @@ in the ustar form are read: no links, no devices, no extended headers, no compre
 from __future__ import annotations
 
 import contextlib
-import errno
 import hashlib
 import json
 import os
@@ -44,7 +42,7 @@ import numpy as np
 
 from vua.capacity.spaces import Show
 from vua.catalog.base import MAX_FILE_NBYTES, NamespaceCatalog, open_catalog, resolve
-from vua.catalog.check import Checker, ExpectedEntry, OpenFile, check_open
+from vua.catalog.check import Checker, ExpectedEntry
 from vua.catalog.contents import SHORT
 from vua.cli.command import argument, as_owner, command, option
 from vua.cli.output import DAMAGED, SOUND, Output, Report, line, plain, progress
@@ -53,7 +51,6 @@ from vua.errors import (
     EntryError,
     InputError,
     LayoutError,
-    StorageError,
 )
 from vua.format.entry import AUTHENTIC, ENCRYPTED, EntryCodec
 from vua.format.keys import ChunkKey
@@ -93,42 +90,19 @@ class Writer:
         self._stream, self._digest, self._members = stream, hashlib.sha256(), 0
         self.add(_START, json.dumps({"format": FORMAT}).encode() + b"\n")
 
-    def add(self, name: str, data: bytes) -> None:
+    def add(self, name: str, data: bytes | memoryview) -> None:
         """Append a file; its name has at most 100 characters after a directory of at most 155."""
         self._digest.update(b"%s\0%d\0" % (name.encode(), len(data)))
         self._digest.update(data)
         self._members += 1
         self._put(name, data)
 
-    def add_file(self, name: str, source: BinaryIO) -> int:
-        """Append the content of ``source`` from its start, block by block; return its bytes.
-
-        Raises OSError, also if it becomes shorter meanwhile: the archive is unusable then.
-        """
-        left = nbytes = source.seek(0, os.SEEK_END)
-        source.seek(0)
-        self._digest.update(b"%s\0%d\0" % (name.encode(), nbytes))
-        self._members += 1
-        self._begin(name, nbytes)
-        while left:
-            data = source.read(min(_COPIED_NBYTES, left))
-            if not data:
-                raise OSError(errno.EIO, f"{name} became shorter while it was read")
-            self._digest.update(data)
-            self._stream.write(data)
-            left -= len(data)
-        self._stream.write(bytes(-nbytes % _BLOCK))
-        return nbytes
-
-    def _put(self, name: str, data: bytes) -> None:
-        self._begin(name, len(data))
+    def _put(self, name: str, data: bytes | memoryview) -> None:
+        info = tarfile.TarInfo(name)
+        info.size, info.mode = len(data), 0o600
+        self._stream.write(info.tobuf(tarfile.USTAR_FORMAT, "ascii", "strict"))
         self._stream.write(data)
         self._stream.write(bytes(-len(data) % _BLOCK))
-
-    def _begin(self, name: str, nbytes: int) -> None:
-        info = tarfile.TarInfo(name)
-        info.size, info.mode = nbytes, 0o600
-        self._stream.write(info.tobuf(tarfile.USTAR_FORMAT, "ascii", "strict"))
 
     def close(self) -> None:
         """Write the end, which proves completeness."""
@@ -335,8 +309,7 @@ def _write(
             done.problems.append(f"{source.name}: {DESCRIPTION} is missing or damaged")
             continue
         done.namespaces.append(source.name)
-        with source.opened(DESCRIPTION) as file:
-            data = file.stream.read(MAX_DESCRIPTION_NBYTES)
+        data = source.read(DESCRIPTION, MAX_DESCRIPTION_NBYTES)
         writer.add(f"{source.name}/{DESCRIPTION}", data)
         kept: set[str] = set()
         for chunk in chunks:
@@ -348,39 +321,34 @@ def _write(
 def _write_chunk(
     source: NamespaceCatalog, chunk: str, writer: Writer, done: _ExportCounts, kept: set[str]
 ) -> None:
-    path = chunk_path(chunk)
-    names = source.listed(chunk)
+    path, names, files = chunk_path(chunk), source.listed(chunk), dict[str, bytes | memoryview]()
     marks = [name for name in names if name.startswith(AFTER)]
     before = marks[0][len(AFTER) :] if marks else ""
-    with contextlib.ExitStack() as stack:
-        files: list[tuple[str, OpenFile, object]] = []
-        try:
-            for name in names:
-                shard = Shard.parse(name.removesuffix(SUFFIX)) if name.endswith(SUFFIX) else None
-                layout = source.description.layout_of(shard)
-                if shard is None or layout is None:
-                    continue
-                file = stack.enter_context(source.opened(f"{path}/{name}"))
-                files.append((name, file, file.state()))
-                check = check_open(file, ExpectedEntry(source.name, chunk, shard, layout))
-                if check.outcome != "sound" or check.info is None:
-                    done.problems.append(f"{source.name}/{path}: {'; '.join(check.reasons)}")
-                    return
-                before = before or (check.info.parent if check.info.start else "")
-        except FileNotFoundError:
-            return  # evicted this moment; what follows has no prefix then
-        except (EntryError, LayoutError, OSError) as problem:
-            done.problems.append(f"{source.name}/{path}: {problem}")
-            return
-        if not files or (before and before not in kept):
-            return
-        for name in marks[:1]:
-            writer.add(f"{source.name}/{path}/{name}", b"")
-        for name, file, state in files:
-            done.nbytes += writer.add_file(f"{source.name}/{path}/{name}", file.stream)
-            done.files += 1
-            if file.state() != state:
-                raise StorageError(errno.EIO, f"{path}/{name} was changed while it was exported")
+    try:
+        for name in names:
+            shard = Shard.parse(name.removesuffix(SUFFIX)) if name.endswith(SUFFIX) else None
+            layout = source.description.layout_of(shard)
+            if shard is None or layout is None:
+                continue
+            longest = file_sizes(EntryCodec(source.name, layout, shard))[-1]
+            files[name] = data = source.read(f"{path}/{name}", longest + 1)
+            expected = ExpectedEntry(source.name, chunk, shard, layout)
+            check = Checker().check_bytes(memoryview(data), expected)
+            if check.outcome != "sound" or check.info is None:
+                done.problems.append(f"{source.name}/{path}: {'; '.join(check.reasons)}")
+                return
+            before = before or (check.info.parent if check.info.start else "")
+    except FileNotFoundError:
+        return  # evicted this moment; what follows has no prefix then
+    except (EntryError, LayoutError, OSError) as problem:
+        done.problems.append(f"{source.name}/{path}: {problem}")
+        return
+    if not files or (before and before not in kept):
+        return
+    for name, data in ((marks[0], b""), *files.items()) if marks else files.items():
+        writer.add(f"{source.name}/{path}/{name}", data)
+        done.nbytes += len(data)
+    done.files += len(files)
     done.chunks += 1
     kept.add(chunk)
 

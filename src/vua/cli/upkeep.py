@@ -9,7 +9,6 @@ from dataclasses import asdict
 from functools import partial
 from typing import Any, Final
 
-from vua.capacity.evictor import PINNED_SHARE
 from vua.capacity.limits import Limits
 from vua.capacity.removal import Collection
 from vua.capacity.saved import Totals, saved_today
@@ -121,6 +120,8 @@ def _describe(content: Content) -> dict[str, object]:
 # objects. So it is looked at once a minute by default, and `top` shows the cost.
 
 _INTERVAL_S: Final = 2.0
+_FIRST_S: Final = 0.3
+"""Between the first two looks at a directory, so that there is something to see at once."""
 _WINDOWS_S: Final = (60, 3600, 86_400)
 
 
@@ -153,7 +154,7 @@ def _look_row(one: Mapping[str, Any]) -> list[object]:
 @command("top")
 @option(
     "--interval TIME",
-    "between looks; default 2s, of a bucket 60s",
+    "between looks; default 2s, the first 0.3s; of a bucket 60s",
     name="interval_s",
     type=duration_s,
 )
@@ -166,11 +167,11 @@ def top(
     Raises ConfigError, StorageError.
     """
     catalog = open_catalog(directory)
-    interval_s = interval_s or catalog.look_s or _INTERVAL_S
+    rest_s = interval_s or catalog.look_s or _FIRST_S
     with explaining(directory):
         before, began_s = _looks(catalog, {}), time.monotonic()
         while True:
-            time.sleep(interval_s)
+            time.sleep(rest_s)
             now, now_s = _looks(catalog, before), time.monotonic()
             report = _compared(catalog, now, now_s - began_s)
             if not output.is_json and not once:
@@ -178,7 +179,7 @@ def top(
             output.show(report)
             if once:
                 return SOUND
-            before, began_s = now, now_s
+            before, began_s, rest_s = now, now_s, interval_s or catalog.look_s or _INTERVAL_S
 
 
 def _looks(catalog: Catalog, past: Mapping[str, Look]) -> dict[str, Look]:
@@ -221,7 +222,7 @@ def _compare(now: Look, now_ns: int, took_s: float) -> dict[str, Any]:
         "exact": exact,
         "counted_s": now.whole and now.whole.counted_s,
         "new_per_s": round(now.new * per_s, 3),
-        "new_nbytes_per_s": round(now.new * per_s * total.nbytes / max(1, total.chunks)),
+        "new_nbytes_per_s": round(now.new * per_s * nbytes / max(1, chunks)),
         "used_per_s": round(now.used * per_s, 3),
         "gone_per_s": round(now.gone * per_s, 3),
         "used_within": {
@@ -381,15 +382,11 @@ def pins(directory: str, names: Sequence[str] = (), *, remove: bool = False) -> 
                 raise ConfigError(text)
             count = space.pin(chunk, on=not remove)
             found.append({"namespace": space.name, "chunk": chunk, "chunks": count})
-        nbytes = 0
-        for space in spaces if not names else ():
-            listing = space.names(show)
-            nbytes += listing.totals().pinned_nbytes
-            found += [
-                {"namespace": space.name, "chunk": chunk, "chunks": count}
-                for chunk, count in listing.pins().items()
-            ]
-        most = catalog.pins_may_hold()
+        found += [
+            {"namespace": space.name, "chunk": chunk, "chunks": count}
+            for space in (spaces if not names else ())
+            for chunk, count in space.names(show).pins().items()
+        ]
 
     def show_pins() -> None:
         rows = [(str(one["namespace"])[:SHORT], one["chunk"], one["chunks"]) for one in found]
@@ -397,12 +394,6 @@ def pins(directory: str, names: Sequence[str] = (), *, remove: bool = False) -> 
             table(["namespace", "chunk", f" chunks {'released' if remove else 'held'}"], rows)
         else:
             print(f"{directory}: nothing is pinned")
-        if most is not None and nbytes > most:
-            print(
-                f"these pins hold {size(nbytes)}, and no more than {size(most)} "
-                f"({PINNED_SHARE:.0%} of the limit) stays when space is needed: the least recently "
-                "used ones are evicted anyway"
-            )
 
     values: dict[str, Any] = {"unpinned" if remove else "pinned": found}
     return Report(show_pins, directory=directory, **values)

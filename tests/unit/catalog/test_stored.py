@@ -8,13 +8,10 @@ import sqlite3
 from unittest import mock
 
 from commands import CliTest, run, run_json
-from conformance.memory_storage import MemoryStorage
 from conformance.sqlite_storage import SQLiteStorage
-from vua.capacity.spaces import silent
 from vua.catalog import base
 from vua.catalog.base import Catalog
 from vua.catalog.stored import StorageCatalog
-from vua.errors import ConfigError
 from vua.storage.base import WRITTEN
 from vua.storage.description import Description, read_description
 from vua.store.tiered import whole_batch
@@ -56,20 +53,6 @@ class StoredTest(CliTest):
             found[run_json("inspect", file)[1][0]["tokens"][0]] = file.parent.name
         return [found[start] for start in sorted(found)]
 
-    def count(self) -> int:
-        return sum(len(list(one.list())) for one in self.storages.values())
-
-    def test_pins_and_gc(self) -> None:
-        """A pin holds a chunk and its prefix against both, until it is lifted."""
-        _, second, _ = self.chunks()
-        self.assertEqual(2, run_json("pin", self.URL, second)[1]["pinned"][0]["chunks"])
-        self.assertEqual([2], [one["chunks"] for one in run_json("pin", self.URL)[1]["pinned"]])
-        code, report = run_json("gc", self.URL, "--max-bytes", "0")
-        self.assertEqual((1, 2, 2), (code, report["deleted"]["evicted"]["chunks"], self.count()))
-        self.assertEqual(1, run("rm", self.URL, "--all")[0])
-        self.assertEqual(0, run("pin", self.URL, second, "--remove")[0])
-        self.assertEqual((0, 0), (run("gc", self.URL, "--max-bytes", "0")[0], self.count()))
-
     def test_gc_of_a_prompt_stored_out_of_order(self) -> None:
         """Leaves go first, in whatever order a writer's threads stored the chunks."""
         order = self.chunks()
@@ -92,18 +75,14 @@ class StoredTest(CliTest):
         told = {json.loads(line)["block_hashes"][0] for line in out.splitlines()}
         self.assertLessEqual(set(self.chunks()), told)
 
-    def test_without_pins(self) -> None:
-        """A storage that keeps no pins, or a cache that keeps no limits, says so."""
-        name = next(one for one in self.storages if len(list(self.storages[one].list())) == 3)
-        plain = MemoryStorage()
-        for entry in self.storages[name].list():
-            file = next(self.root.rglob(f"{entry.name[:64]}/*.safetensors"))
-            self.copy(plain, entry.name, file.read_bytes())  # type: ignore[arg-type]
-        catalog = StorageCatalog("memory", {name: plain}, self.describe)
-        with (
-            catalog.namespaces(silent) as ((space,), _),
-            self.assertRaisesRegex(ConfigError, "keeps no pins"),
+    def test_what_it_lacks(self) -> None:
+        """A storage keeps no pins and no limits, and says so; all of it can be deleted."""
+        for words, expected in (
+            (("pin", self.URL, self.chunks()[0]), "keeps no pins"),
+            (("gc", self.URL, "--max-bytes", "1G", "--set"), "keeps no limits"),
         ):
-            space.pin(self.chunks()[0])
-        with self.assertRaisesRegex(ConfigError, "keeps no limits"):
-            catalog.keep({"ttl_s": 1.0})
+            code, _, err = run(*words)
+            self.assertEqual(2, code)
+            self.assertIn(expected, err)
+        self.assertEqual(0, run("rm", self.URL, "--all")[0])
+        self.assertEqual(0, sum(len(list(one.list())) for one in self.storages.values()))
