@@ -32,9 +32,10 @@ import re
 import secrets
 import sys
 import tarfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import IO, Any, BinaryIO, Final, NamedTuple, cast
 
@@ -112,13 +113,6 @@ class Writer:
         self._stream.flush()
 
 
-class Member(NamedTuple):
-    """A file's header in an archive."""
-
-    name: str
-    nbytes: int
-
-
 class _PlainFile(tarfile.TarInfo):
     """A member's header; anything but a plain file is refused before further use."""
 
@@ -131,77 +125,72 @@ class _PlainFile(tarfile.TarInfo):
         return info
 
 
-class Reader:
-    """Reads an archive from front to back, without trusting it."""
+class Member(NamedTuple):
+    """A file in an archive."""
 
-    def __init__(self, stream: BinaryIO) -> None:
-        """Read the first member. Raises InputError unless it is VUA's, OSError."""
-        self._digest, self._members, self._left = hashlib.sha256(), 0, 0
-        self._file: IO[bytes] | None = None
-        with _damage_told("not an archive of `vua export`"):
-            self._tar = tarfile.open(  # noqa: SIM115 - it has nothing to close
-                fileobj=stream, mode="r|", tarinfo=_PlainFile, encoding="ascii", errors="strict",
-                bufsize=_COPIED_NBYTES,
-            )  # fmt: skip
-        first = self._next()
-        if first is None or first.name != _START or first.nbytes > _MAX_END_NBYTES:
-            raise InputError(f"not an archive of `vua export`: it does not begin with {_START}")
-        header = _fields(self.read())
-        if header.get("format") != FORMAT:
-            msg = f"format {header.get('format')!r:.40}, expected {FORMAT!r}: of another version?"
-            raise InputError(msg)
+    name: str
+    nbytes: int
+    """As its header says."""
+    read: Callable[[], bytearray]
+    """Returns its bytes, as many as the header says: check that before. Raises InputError."""
 
-    def members(self) -> Iterator[Member]:
-        """Yield the next member, which the caller may :meth:`read`. Ends after checking the end.
 
-        Raises InputError if the archive is cut short, damaged or of another form.
-        """
-        while (member := self._next()) is not None:
-            if member.name == _END:
-                self._finish(member)
-                return
-            yield member
-            for _ in self._blocks():  # unless it was read
-                pass
-        raise InputError(f"the archive ends without {_END}: it was cut short")
+def read_archive(stream: BinaryIO) -> Iterator[Member]:
+    """Read an archive from front to back, without trusting it; return its files one by one.
 
-    def _next(self) -> Member | None:
-        with _damage_told(f"member {self._members} has no sound header"):
-            info = self._tar.next()
-            self._tar.members.clear()  # type: ignore[attr-defined] # it would remember them all
-            if info is None:
-                return None
-            self._left, self._file = info.size, self._tar.extractfile(info)
-        if info.name != _END:
-            self._digest.update(b"%s\0%d\0" % (info.name.encode(), info.size))
-            self._members += 1
-        return Member(info.name, info.size)
+    A file may be read until the next one is asked for. Raises InputError unless it is VUA's; then
+    where it is cut short, damaged or of another form, OSError.
+    """
+    found = _members(stream)
+    first = next(found, None)
+    if first is None or first.name != _START or first.nbytes > _MAX_END_NBYTES:
+        raise InputError(f"not an archive of `vua export`: it does not begin with {_START}")
+    header = _fields(first.read())
+    if header.get("format") != FORMAT:
+        msg = f"format {header.get('format')!r:.40}, expected {FORMAT!r}: of another version?"
+        raise InputError(msg)
+    return found
 
-    def read(self) -> bytearray:
-        """Return the last member's bytes, as many as its header says: check that before.
 
-        Raises InputError if the archive ends earlier.
-        """
-        data = bytearray()
-        for block in self._blocks():  # allocates what is there, not what the header claims
-            data += block
-        return data
+def _members(stream: BinaryIO) -> Iterator[Member]:
+    digest, count = hashlib.sha256(), 0
+    with _damage_told("not an archive of `vua export`"):
+        tar = tarfile.open(  # noqa: SIM115 - it has nothing to close
+            fileobj=stream, mode="r|", tarinfo=_PlainFile, encoding="ascii", errors="strict",
+            bufsize=_COPIED_NBYTES,
+        )  # fmt: skip
+    while True:
+        with _damage_told(f"member {count} has no sound header"):
+            info = tar.next()
+            tar.members.clear()  # type: ignore[attr-defined] # it would remember them all
+            file = None if info is None else tar.extractfile(info)
+        if info is None or file is None:
+            raise InputError(f"the archive ends without {_END}: it was cut short")
+        expected = {"members": count, "sha256": digest.hexdigest()}
+        digest.update(b"%s\0%d\0" % (info.name.encode(), info.size))
+        count += 1
+        blocks = _blocks(file, info.size, digest.update)
+        read = partial(bytearray().join, blocks)
+        if info.name == _END:
+            if info.size > _MAX_END_NBYTES or _fields(read()) != expected:
+                msg = "the archive is not what its end says: something was changed or is missing"
+                raise InputError(msg)
+            return
+        yield Member(info.name, info.size, read)
+        for _ in blocks:  # unless it was read
+            pass
 
-    def _blocks(self) -> Iterator[bytes]:
-        while self._left and self._file is not None:
-            with _damage_told(f"the archive ends within member {self._members}"):
-                data = self._file.read(min(_COPIED_NBYTES, self._left))
-                if not data:
-                    raise tarfile.ReadError(f"{counted(self._left, 'byte', 'is', 'are')} missing")
-            self._digest.update(data)
-            self._left -= len(data)
-            yield data
 
-    def _finish(self, member: Member) -> None:
-        expected = {"members": self._members, "sha256": self._digest.hexdigest()}
-        if member.nbytes > _MAX_END_NBYTES or _fields(self.read()) != expected:
-            msg = "the archive is not what its end says: something in it was changed or is missing"
-            raise InputError(msg)
+def _blocks(file: IO[bytes], left: int, digest: Callable[[bytes], None]) -> Iterator[bytes]:
+    """Yield what is there, not what the header claims."""
+    while left:
+        with _damage_told("the archive ends within a file"):
+            data = file.read(min(_COPIED_NBYTES, left))
+            if not data:
+                raise tarfile.ReadError(f"{counted(left, 'byte', 'is', 'are')} missing")
+        digest(data)
+        left -= len(data)
+        yield data
 
 
 @contextlib.contextmanager
@@ -405,7 +394,7 @@ def import_(directory: str, file: str) -> Report:
         stack.enter_context(as_owner(directory))
         catalog = open_catalog(directory, create=True)
         catalog.claim()
-        _Taker(catalog.place, Reader(stream), done, stack).run(show, total)
+        _Taker(catalog.place, read_archive(stream), done, stack).run(show, total)
 
     def show_done() -> None:
         for text in done.problems[:_MOST_PROBLEMS]:
@@ -424,9 +413,9 @@ def import_(directory: str, file: str) -> Report:
 
 class _Taker:
     def __init__(
-        self, root: Location, reader: Reader, done: _ImportCounts, stack: ExitStack
+        self, root: Location, members: Iterator[Member], done: _ImportCounts, stack: ExitStack
     ) -> None:
-        self._root, self._reader, self._done, self._stack = root, reader, done, stack
+        self._root, self._members, self._done, self._stack = root, members, done, stack
         self._checker = Checker()
         self._stores: dict[str, list[Store]] = {}
         self._before: dict[tuple[str, str], str] = {}
@@ -440,7 +429,7 @@ class _Taker:
         """
         done, read_nbytes = self._done, 0
         try:
-            for member in self._reader.members():
+            for member in self._members:
                 try:
                     self._read_member(member)
                 except (ConfigError, EntryError, LayoutError) as problem:
@@ -471,7 +460,7 @@ class _Taker:
     def _open(self, namespace: str, member: Member) -> None:
         if member.nbytes > MAX_DESCRIPTION_NBYTES:
             raise ConfigError(f"{member.nbytes} bytes are too long for a description")
-        identity, layouts = parse_description(bytes(self._reader.read()))
+        identity, layouts = parse_description(bytes(member.read()))
         if identity.namespace != namespace:
             raise ConfigError(f"it describes namespace {identity.namespace[:SHORT]}")
         if namespace not in self._stores:
@@ -490,7 +479,7 @@ class _Taker:
         if member.nbytes not in sizes:
             msg = f"{member.nbytes} bytes long, expected {' or '.join(map(str, sizes))}"
             raise ConfigError(msg)
-        data = self._reader.read()
+        data = member.read()
         check = self._checker.check_bytes(
             memoryview(data), ExpectedEntry(namespace, chunk, shard, store.layout)
         )
