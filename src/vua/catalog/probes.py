@@ -28,9 +28,8 @@ from vua.capacity.usage import measure
 from vua.catalog.base import Demand, Finding, Level, Verdict, probed, timed
 from vua.connector.proved import SampleCounts, Tally
 from vua.errors import ConfigError, explained
-from vua.io import posix
 from vua.io.files import make_file, make_folder
-from vua.io.posix import close_quietly, closing_fd
+from vua.io.posix import closing_fd
 from vua.io.words import counted, size
 from vua.security.settings import Security, check_owner
 from vua.storage.mark import claimable
@@ -106,18 +105,6 @@ def publish(ground: Path) -> Verdict:
     return "ok", "files appear whole, by a rename over nothing"
 
 
-def cached_open(ground: Path) -> Verdict:
-    _create(ground / "seen")
-    with closing_fd(os.open(ground, os.O_RDONLY)) as folder:
-        os.close(posix.open_beneath(folder, "seen"))
-        fd = posix.open_cached(folder, "seen")
-    if fd is None:
-        text = "RESOLVE_CACHED does not answer here: lookups are slower beside a busy thread"
-        return "note", f"{text} (Linux 5.12, and a seccomp filter that allows it)"
-    close_quietly(fd)
-    return "ok", "names in the kernel's cache are found without waiting"
-
-
 def modes(ground: Path) -> Verdict:
     private = ground / "private"
     make_folder(private)
@@ -164,7 +151,7 @@ def clock(ground: Path) -> Verdict:
 
 
 PROBES: Final[Mapping[str, Callable[[Path], Verdict]]] = {
-    "file system": file_system, "publish": publish, "openat2": cached_open, "permissions": modes,
+    "file system": file_system, "publish": publish, "permissions": modes,
     "time stamps": stamps, "clock": clock,
 }  # fmt: skip
 """In the order of the report. Each may raise OSError."""

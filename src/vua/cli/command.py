@@ -33,8 +33,6 @@ from vua.cli.output import UNUSABLE, Output, Report, guarded, plain
 from vua.errors import ConfigError, StorageError, VUAError, explained
 
 if TYPE_CHECKING:
-    from click.shell_completion import CompletionItem
-
     from vua.catalog.base import Ask
     from vua.security.settings import Security
 
@@ -355,13 +353,6 @@ class _Commands(click.Group):
         import_module(f"vua.cli.{ENTRIES[cmd_name].module}")
         return COMMANDS[cmd_name]
 
-    def shell_complete(self, ctx: click.Context, incomplete: str) -> list[CompletionItem]:
-        from click.shell_completion import CompletionItem  # noqa: PLC0415 - for shells alone
-
-        near = [name for name in ENTRIES if name.startswith(incomplete)]
-        found = [CompletionItem(name, help=ENTRIES[name].text) for name in near]
-        return found + click.Command.shell_complete(self, ctx, incomplete)
-
     def resolve_command(
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
@@ -417,10 +408,6 @@ def _run(words: list[str]) -> int:  # noqa: PLR0911 - a status for each way to e
     if words[:1] == ["help"]:
         words = [*filter("help".__ne__, words), "--help"]
     try:
-        if asked := os.environ.get("_VUA_COMPLETE"):  # a shell asks for completions
-            from click.shell_completion import shell_complete  # noqa: PLC0415
-
-            return shell_complete(vua, {}, "vua", "_VUA_COMPLETE", asked)
         with vua.make_context("vua", words or ["--help"]) as context:
             code: int = vua.invoke(context)
         sys.stdout.flush()

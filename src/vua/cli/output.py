@@ -1,7 +1,7 @@
 """The output of commands: for people, or as JSON for programs.
 
 A command returns a :class:`Report`; an :class:`Output` shows it. On a terminal judging words have
-colours (none with NO_COLOR), and rows that are too wide are shown cell by cell.
+colours (none with NO_COLOR).
 
 Names in a directory, descriptions, headers and archives may come from an attacker, and a terminal
 obeys control sequences. So a command writes through :func:`guarded` streams, which pass only
@@ -185,32 +185,20 @@ def table(
 ) -> None:
     """Print rows below a head; columns whose name starts with a space are right-aligned.
 
-    A terminal too narrow for all but the last column shows each row's cells below each other. A
-    function that returns the rows is called twice, so that not all are held.
+    A function that returns the rows is called twice, so that not all are held.
     """
     make = rows if callable(rows) else lambda: rows
     widths = [0] * len(head)
     for row in itertools.chain([head], make()):
         cells = (len(_shown(str(cell))) for cell in row)
         widths = [max(pair) for pair in zip(widths, cells, strict=True)]
-    if sys.stdout.isatty() and sum(widths[:-1]) + 2 * len(widths) > _columns():
-        for row in make():
-            facts("", zip((name.strip() for name in head), map(str, row), strict=True))
-        return
     for row in itertools.chain([head], make()):
         words = [_shown(str(cell)) for cell in row]
         placed = [
-            word.rjust(width) if name.startswith(" ") else word.ljust(width)
+            f"{word:>{width}}  " if name.startswith(" ") else f"{word:<{width}}  "
             for name, word, width in zip(head, words, widths, strict=True)
         ]
-        gaps = [*["  "] * (len(head) - 1), ""]
-        _write(zip(map("".join, zip(placed, gaps, strict=True)), words, strict=True))
-
-
-def _columns() -> int:
-    from shutil import get_terminal_size  # noqa: PLC0415 - takes ms, pipes do without
-
-    return get_terminal_size().columns
+        _write(zip(placed, words, strict=True))
 
 
 def facts(title: str, pairs: Iterable[tuple[str, str]]) -> None:
@@ -284,9 +272,11 @@ def progress() -> Iterator[Show]:
     def show(text: str, done: int = 0, total: int = 0, *, amount: int = 0, unit: str = "B") -> None:
         nonlocal shown_s
         if time.monotonic() - shown_s > _LINE_S:
+            from shutil import get_terminal_size  # noqa: PLC0415 - takes ms, pipes do without
+
             shown_s = time.monotonic()
             words = progress_line(plain(text), done, total, amount, unit)
-            stream.write(f"\r\x1b[K{words[: _columns() - 1]}")
+            stream.write(f"\r\x1b[K{words[: get_terminal_size().columns - 1]}")
             stream.flush()
 
     try:
