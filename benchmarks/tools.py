@@ -43,13 +43,13 @@ said = os.dup(1)
 os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
 start, began_s, code = memory("VmRSS"), time.monotonic(), 0
 if tool == "ui":
-    from vua.catalog.base import open_catalog
+    from vua.catalog import open_catalog
     catalog, files = open_catalog(root), vua.cli.ui.Files()
     for _ in range(2):
         files.read(catalog)
         vua.cli.ui.overview(catalog, files)
 elif tool == "events-2":
-    from vua.catalog.base import open_catalog
+    from vua.catalog import open_catalog
     catalog, seen = open_catalog(root), {}
     for _ in range(2):
         now = vua.cli.events.content(catalog, seen)

@@ -25,8 +25,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from scorecard.world import ROOMY, World, WrongBytesError, layout_of
 from vua.capacity.limits import Limits
-from vua.catalog.base import open_catalog
-from vua.catalog.collect import bring_within
+from vua.catalog import open_catalog
+from vua.catalog.collect import collect
 from vua.errors import StorageError, VUAError
 from vua.format.identity import Identity
 from vua.format.keys import ChunkKey, KeyChain
@@ -173,9 +173,8 @@ def across(a: Path, b: Path) -> None:
     seconds = time.monotonic() - began
     must("and a hit when a puts it again", found == "hit", f"{seconds:.1f} s later")
 
-    catalog = open_catalog(str(a))
     given = Limits(max_bytes=10 * 70000, min_free_bytes=0)
-    evicted = bring_within(catalog, lambda: catalog.limits(given, catalog.bounds())).evicted.chunks
+    evicted = collect(open_catalog(str(a)), given).evicted.chunks
     after = Counter(two.look(number) for number in range(20))
     must("what a evicts is a miss for b, the rest is right", not after["WRONG"], (evicted, after))
     one.store.close()

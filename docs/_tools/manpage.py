@@ -11,7 +11,8 @@ from pathlib import Path
 
 import click
 
-from vua import __version__, cli
+from vua import __version__
+from vua.cli import command as cli
 from vua.cli.command import EXAMPLES, GROUPS
 
 

@@ -19,8 +19,9 @@ from pathlib import Path
 import click
 
 from speed import MODELS, layout_of, token_nbytes
-from vua import __version__, cli
+from vua import __version__
 from vua.capacity.limits import Limits
+from vua.cli import command as cli
 from vua.config import VUAConfig
 from vua.connector import config as connector
 from vua.connector.config import ConnectorConfig

@@ -3,10 +3,7 @@
 Every command of `vua` uses a :class:`Catalog` and does not know where the cache is. What a kind of
 place does by itself is abstract here, and all else is written once: for directories
 (:mod:`vua.catalog.directory`), buckets (:mod:`vua.catalog.bucket`), and any storage that can list
-its entries (:mod:`vua.catalog.stored`). A new kind is registered by
-:func:`register`::
-
-    register("sqlite", open_mine)  # then `vua gc sqlite:///path` works, and every other command
+its entries (:mod:`vua.catalog.stored`). A new kind is registered by :func:`vua.catalog.register`.
 
 Engines may write and delete meanwhile: a file that vanishes is skipped.
 """
@@ -31,8 +28,7 @@ from vua.errors import ConfigError, CorruptEntryError, explaining
 from vua.io.words import size
 from vua.security.settings import Security
 from vua.storage.description import DESCRIPTION, Description
-from vua.storage.location import Location, is_url, scheme_of
-from vua.storage.mark import check_root
+from vua.storage.location import Location
 from vua.storage.names import AFTER
 
 if TYPE_CHECKING:
@@ -49,6 +45,9 @@ _NAME: Final = re.compile(r"[0-9a-f]{6,64}")
 _MARK: Final = re.compile(r"[0-9a-f]{2}/([0-9a-f]{64})/(after|pin)-([0-9a-f]{64})")
 _AT_ONCE: Final = 256
 """Chunks whose headers are read between two progress reports."""
+
+_ERASED: Final = 1 << 14
+"""Chunks that are deleted by one call in a remote place."""
 
 Level: TypeAlias = Literal["ok", "note", "bad"]
 Ask: TypeAlias = Callable[[str], None]
@@ -156,14 +155,6 @@ class Demand:
         return f"{text}, and wins over {prefill} from {max(1, tokens):,} tokens on"
 
 
-@dataclass(frozen=True, slots=True)
-class Rules:
-    """Lifecycle rules for a bucket that delete objects unused for so long."""
-
-    days: int
-    rules: Mapping[str, object]
-
-
 @dataclass(slots=True)
 class Look:
     """A namespace at one moment, from names, times and sizes alone, and what changed before."""
@@ -196,12 +187,9 @@ class NamespaceCatalog(ABC):
 
     salted_most = 256
     """Of at most so many chunks a look has the salts: that needs a header of each."""
-    order_costs = True
-    """Whether to read headers costs more than a listing."""
-    deleted_most = 1 << 14
-    """Chunks that are deleted by one call of :meth:`erase`, and looked at again before it."""
-    rehearses = False
-    """Whether :meth:`erase` itself knows of a dry run."""
+    is_remote = True
+    """Whether to read headers costs more than a listing. If not, :meth:`erase` is called for one
+    chunk after the other, each looked at again before, and itself knows of a dry run."""
     each = staticmethod(one_by_one)
 
     def __init__(self, stated: Description, show: Show = silent) -> None:
@@ -416,26 +404,11 @@ class NamespaceCatalog(ABC):
     ) -> None:
         """Delete chunks with their marks, in this order; ``done`` says what was, or would be."""
         rest = iter(chunks)
-        while some := list(itertools.islice(rest, self.deleted_most)):
-            if dry_run and not self.rehearses:
+        while some := list(itertools.islice(rest, _ERASED if self.is_remote else 1)):
+            if dry_run and self.is_remote:
                 done.count(some)
             else:
                 self.erase(some, done)
-
-    def settle(self, listing: Listing) -> tuple[int, int]:
-        """Delete remains of a crash in chunks' folders; return how many, and their bytes."""
-        del listing
-        return 0, 0
-
-    def is_orphan(self, chunk: ListedChunk) -> bool:
-        """Whether the chunk before a listed one still is not there."""
-        del chunk
-        return True
-
-    def is_unused(self, chunk: ListedChunk) -> bool:
-        """Whether a chunk was not used since it was listed."""
-        del chunk
-        return True
 
     def sealed_with(self, chunk: ListedChunk) -> set[str]:
         """Return the ids of the keys that seal a chunk's entries: "" if unsealed or unreadable."""
@@ -468,15 +441,17 @@ class NamespaceCatalog(ABC):
 
 
 class Catalog(ABC):
-    """A cache. Opened by :func:`open_catalog`."""
+    """A cache. Opened by :func:`vua.catalog.open_catalog`."""
 
     look_s: float | None = None
     """Least seconds between two looks, if a look costs money."""
     keeps_own_ttls = False
     """Whether per-chunk times to live are applied."""
 
-    def __init__(self, where: str, place: Location) -> None:
-        self.where, self.place = where, place
+    root: Location
+
+    def __init__(self, where: str, root: Any) -> None:
+        self.where, self.root = where, root
 
     # -- what a kind of place does ----------------------------------------------------------------
 
@@ -492,10 +467,6 @@ class Catalog(ABC):
     def is_foreign(self) -> bool:
         """Whether a directory or prefix without a namespace is clearly not VUA's."""
         return False
-
-    @abstractmethod
-    def contents(self) -> tuple[list[Description], list[str]]:
-        """Return the namespaces' descriptions, and the names of everything else."""
 
     @abstractmethod
     def namespaces(
@@ -548,11 +519,16 @@ class Catalog(ABC):
         del security
         return []
 
-    def rules(self) -> tuple[Rules | None, list[Finding]]:
-        """Return lifecycle rules for the cache, if it can have any, and findings about them."""
+    def lifecycle(self) -> tuple[Mapping[str, Any] | None, list[Finding]]:
+        """Return S3's lifecycle rules for the cache, if it can have any, and what was found."""
         return None, []
 
     # -- what lies in it --------------------------------------------------------------------------
+
+    def contents(self) -> tuple[list[Description], list[str]]:
+        """Return the namespaces' descriptions, and the names of everything else."""
+        with self.namespaces(silent) as (found, others):
+            return [one.stated for one in found], [*others]
 
     def use(self, show: Show, *, exact: bool = True) -> Use:
         """Count the space that is taken; else of very many chunks as it was counted last.
@@ -613,34 +589,3 @@ def resolve(found: Sequence[N], digits: str) -> tuple[N, str]:
         what = f"stands for {len(hits)} things: {some}" if hits else "is not stored"
         raise ConfigError(f"{digits}: {what}; `vua ls --long` lists the names")
     return hits[0]
-
-
-# -- from a path or URL to a catalog, by the URL's scheme -----------------------------------------
-
-Opener: TypeAlias = Callable[..., Catalog]
-"""Called with a path or URL and ``create``: of a cache that may be missing and will be written to.
-Raises ConfigError or StorageError if the cache does not exist."""
-openers: Final[dict[str, Opener]] = {}
-"""Openers by scheme, of other places than directories and buckets."""
-
-
-def register(scheme: str, opener: Opener) -> None:
-    """Let ``opener`` open URLs that begin with ``scheme``."""
-    openers[scheme] = opener
-
-
-def open_catalog(where: str, *, create: bool = False) -> Catalog:
-    """Return the catalog of a directory or a URL; of a bucket without a request.
-
-    With ``create`` a missing directory is made if its parent exists, and an empty one gets the
-    mark. Raises ConfigError, StorageError.
-    """
-    if opener := openers.get(scheme_of(where)):
-        return opener(where, create=create)
-    if is_url(where):
-        from vua.catalog.bucket import BucketCatalog  # noqa: PLC0415 - what is not used ...
-
-        return BucketCatalog(where)
-    from vua.catalog.directory import DirectoryCatalog  # noqa: PLC0415 - ... is not imported
-
-    return DirectoryCatalog(where, check_root(where, create=create))

@@ -13,7 +13,7 @@ import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
-from typing import Final
+from typing import Any, Final
 from urllib.parse import urlsplit
 
 import numpy as np
@@ -28,7 +28,6 @@ from vua.catalog.base import (
     Finding,
     NamespaceCatalog,
     Removal,
-    Rules,
     Verdict,
     probed,
     timed,
@@ -190,7 +189,7 @@ class BucketNamespace(NamespaceCatalog):
         return [
             key
             for one, key in zip(items, self._keys([one.path for one in items]), strict=True)
-            if not is_renewing(one.path) or _holds_entry(self.bucket_path.bucket, key)
+            if not is_renewing(one.path) or self.header(one.path) is not None
         ]
 
     def _description_key(self) -> list[str]:
@@ -208,22 +207,20 @@ class BucketCatalog(Catalog):
 
     look_s = _LOOK_S
 
+    root: BucketPath
+
     def __init__(self, where: str) -> None:
         """Send nothing yet."""
-        self.root = at(where)
-        super().__init__(where, self.root)
+        super().__init__(where, at(where))
 
     @property
     def counts(self) -> Mapping[str, int]:
         return self.root.bucket.counts
 
-    def contents(self) -> tuple[list[Description], list[str]]:
-        """Send a listing, and one request per namespace."""
-        return bucket_contents(self.root)
-
     @contextlib.contextmanager
     def namespaces(self, show: Show) -> Iterator[tuple[Sequence[BucketNamespace], Sequence[str]]]:
-        found, others = self.contents()
+        """Send a listing, and one request per namespace."""
+        found, others = bucket_contents(self.root)
         yield [BucketNamespace(one, self.root / one.name, show) for one in found], others
 
     def claim(self) -> None:
@@ -240,23 +237,67 @@ class BucketCatalog(Catalog):
         return 0, sum(nbytes for _, nbytes in freed)
 
     def findings(self, security: Security, demand: Demand) -> Iterator[Finding]:
+        """Run all probes with an object of their own, which is deleted again."""
         del security
-        return tried(self.root, demand)
+        try:
+            claimable(self.root, tool=True)
+            refused = None
+        except OSError as problem:
+            yield Finding("reach", "bad", str(problem))
+            return
+        except ConfigError as problem:
+            refused = Finding("mark", "bad", f"engines do not start here: {problem}")
+        yield Finding("reach", "ok", "it answers, and these credentials may list it")
+        if refused is not None:
+            yield refused
+        bucket, key = self.root.bucket, (self.root / f".doctor-{secrets.token_hex(6)}").key
+        probes = {
+            "write": partial(_write, bucket),
+            "speed": partial(_speed, bucket, demand),
+            "deletion": partial(_deletion, bucket),
+        }
+        try:
+            yield from probed(probes, key)
+        finally:
+            with suppress(OSError):
+                bucket.delete([key])
 
-    def rules(self) -> tuple[Rules | None, list[Finding]]:
-        """Make a rule from `vua ttl` for VUA's objects alone."""
-        with suppress(OSError, ConfigError):
-            return rules_at(self.root)
-        return None, []
+    def lifecycle(self) -> tuple[Mapping[str, Any] | None, list[Finding]]:
+        """Make a rule for `aws s3api put-bucket-lifecycle-configuration`.
 
-
-def _holds_entry(bucket: Bucket, key: str) -> bool:
-    with contextlib.suppress(OSError):
-        data = bucket.get(key, 0, _HEADER_NBYTES)[1]
-        with contextlib.suppress(CorruptEntryError):
-            parse_entry(bytes(data))
-            return True
-    return False
+        It has the time of `vua ttl`, or 30 days, and leaves out the descriptions
+        (``namespace.json``, ``vua.json``) by their size. If a bucket keeps versions, earlier ones
+        are deleted after a day. None where objects that are not VUA's are below the prefix, as far
+        as the folders of chunks show it.
+        """
+        if self.root.bucket.scheme not in ("s3", "memory"):
+            return None, []
+        try:
+            found, others = self.contents()
+            ttl_s = self.bounds().ttl_s
+            clean = not others and all(
+                one.identity and _is_clean(self.root / one.name) for one in found
+            )
+        except (OSError, ConfigError):
+            return None, []
+        if not clean:
+            text = "objects that are not VUA's are there: a rule for the prefix would delete them"
+            return None, [Finding("lifecycle", "note", text)]
+        prefix = urlsplit(str(self.root)).path.strip("/")
+        rule = {
+            "ID": "vua-unused",
+            "Status": "Enabled",
+            "Filter": {
+                "And": {
+                    "Prefix": f"{prefix}/" if prefix else "",
+                    "ObjectSizeGreaterThan": _DESCRIPTION_NBYTES,
+                }
+            },
+            "Expiration": {"Days": _DAYS if ttl_s is None else max(1, math.ceil(ttl_s / _DAY_S))},
+            "NoncurrentVersionExpiration": {"NoncurrentDays": 1},
+            "AbortIncompleteMultipartUpload": {"DaysAfterInitiation": 1},
+        }
+        return {"Rules": [rule]}, []
 
 
 _NBYTES: Final = 2 << 20
@@ -267,32 +308,6 @@ _DAYS: Final = 30
 _DESCRIPTION_NBYTES: Final = 16384
 """Descriptions and marks are smaller, and must stay; entries are larger."""
 _DAY_S: Final = 86400
-
-
-def tried(bucket_path: BucketPath, demand: Demand) -> Iterator[Finding]:
-    """Run all probes with an object of their own, which is deleted again."""
-    try:
-        claimable(bucket_path, tool=True)
-        refused = None
-    except OSError as problem:
-        yield Finding("reach", "bad", str(problem))
-        return
-    except ConfigError as problem:
-        refused = Finding("mark", "bad", f"engines do not start here: {problem}")
-    yield Finding("reach", "ok", "it answers, and these credentials may list it")
-    if refused is not None:
-        yield refused
-    bucket, key = bucket_path.bucket, (bucket_path / f".doctor-{secrets.token_hex(6)}").key
-    probes = {
-        "write": partial(_write, bucket),
-        "speed": partial(_speed, bucket, demand),
-        "deletion": partial(_deletion, bucket),
-    }
-    try:
-        yield from probed(probes, key)
-    finally:
-        with suppress(OSError):
-            bucket.delete([key])
 
 
 def _write(bucket: Bucket, key: str) -> Verdict:
@@ -333,42 +348,6 @@ def _deletion(bucket: Bucket, key: str) -> Verdict:
     except FileNotFoundError:
         return "ok", "what is deleted is gone"
     return "note", "what is deleted is still seen for a while"
-
-
-# -- the lifecycle rule ---------------------------------------------------------------------------
-
-
-def rules_at(bucket_path: BucketPath) -> tuple[Rules | None, list[Finding]]:
-    """Return a rule for `aws s3api put-bucket-lifecycle-configuration`, by `vua ttl`, or 30 days.
-
-    It leaves out the descriptions (``namespace.json``, ``vua.json``) by their size. If a bucket
-    keeps versions, earlier ones are deleted after a day. None for a store without such rules, and
-    where objects that are not VUA's are below the prefix, as far as the folders of chunks show it.
-    Raises StorageError, ConfigError.
-    """
-    if bucket_path.bucket.scheme not in ("s3", "memory"):
-        return None, []
-    found, others = bucket_contents(bucket_path)
-    if others or not all(one.identity and _is_clean(bucket_path / one.name) for one in found):
-        text = "objects that are not VUA's are there: a rule for the whole prefix would delete them"
-        return None, [Finding("lifecycle", "note", text)]
-    ttl_s = read_bucket_bounds(bucket_path).ttl_s
-    days = _DAYS if ttl_s is None else max(1, math.ceil(ttl_s / _DAY_S))
-    prefix = urlsplit(str(bucket_path)).path.strip("/")
-    rule = {
-        "ID": "vua-unused",
-        "Status": "Enabled",
-        "Filter": {
-            "And": {
-                "Prefix": f"{prefix}/" if prefix else "",
-                "ObjectSizeGreaterThan": _DESCRIPTION_NBYTES,
-            }
-        },
-        "Expiration": {"Days": days},
-        "NoncurrentVersionExpiration": {"NoncurrentDays": 1},
-        "AbortIncompleteMultipartUpload": {"DaysAfterInitiation": 1},
-    }
-    return Rules(days, {"Rules": [rule]}), []
 
 
 def _is_clean(bucket_path: BucketPath) -> bool:

@@ -29,19 +29,28 @@ Lost = Callable[[], frozenset[str]]
 
 
 def collect(
-    catalog: Catalog, given: Limits, *, keep: bool = False, ask: Ask, **more: Any
+    catalog: Catalog, given: Limits, *, keep: bool = False, quick: bool = False,
+    lost: Lost | None = None, dry_run: bool = False, ask: Ask = silent, show: Show = silent,
 ) -> Collection:  # fmt: skip
     """Bring a cache within its limits and sweep it.
+
+    Safe beside readers, writers and other passes: nothing younger than an hour counts as remains of
+    a crash, and a chunk is looked at again before it is deleted. Foreign files stay unchanged.
 
     Args:
         catalog: the cache.
         given: limits beside those of ``bounds.json``; with ``keep`` they are written there.
         keep: see ``given``.
+        quick: skip what needs a header of each chunk.
+        lost: chunks sealed with other keys than it returns are deleted: a tenant's, whose key was
+            deleted.
+        dry_run: change nothing, and report what would be deleted.
         ask: asks before much is deleted.
-        more: as for :func:`bring_within`.
+        show: reports progress.
 
-    Raises as :func:`bring_within`.
+    Raises ConfigError for a place without the mark, OSError if it cannot be listed or changed.
     """
+    began_s = time.monotonic()
     lasting = {name: one for name, one in asdict(given).items() if one is not None}
     if (
         catalog.free_nbytes() is None
@@ -50,60 +59,27 @@ def collect(
         raise ConfigError(
             "--min-free and --max-per-salt do not apply to buckets; use --max-bytes or --ttl"
         )
-
-    def limits() -> Mapping[str, Any]:
-        if keep:
-            return catalog.limits(replace(catalog.bounds(), **lasting))
-        return catalog.limits(given, catalog.bounds())
-
-    def begin(nbytes: int, most: int | None) -> None:
-        if given.max_bytes is not None and most is not None and nbytes > most:
-            change = f"from {size(nbytes)} to {size(most)}"
-            ask(f"Shrink {catalog.where} {change} by deleting the rest?")
-        if keep:
-            catalog.keep(lasting)
-
-    return bring_within(catalog, limits, begin=begin, **more)
-
-
-def bring_within(
-    catalog: Catalog, limits_now: Callable[[], Mapping[str, Any]], *, quick: bool = False,
-    lost: Lost | None = None, dry_run: bool = False, show: Show = silent,
-    begin: Callable[[int, int | None], None] | None = None,
-) -> Collection:  # fmt: skip
-    """Bring a cache within limits in bytes and seconds, and sweep it.
-
-    Safe beside readers, writers and other passes: nothing younger than an hour counts as remains of
-    a crash, and a chunk is looked at again before it is deleted. Foreign files stay unchanged.
-
-    Args:
-        catalog: the cache.
-        limits_now: returns what to keep to, as :meth:`Catalog.limits`.
-        quick: skip what needs a header of each chunk.
-        lost: chunks sealed with other keys than it returns are deleted: a tenant's, whose key was
-            deleted.
-        dry_run: change nothing, and report what would be deleted.
-        show: reports progress.
-        begin: called before anything is changed, with the bytes that are stored, about, and the
-            most.
-
-    Raises ConfigError for a place without the mark, OSError if it cannot be listed or changed.
-    """
-    began_s = time.monotonic()
     with explaining(catalog.where):
         catalog.claim()
-        done = Collection(limits := limits_now())
+        known = catalog.bounds()
+        limits = catalog.limits(*([replace(known, **lasting)] if keep else [given, known]))
+        done, most = Collection(limits), limits["max_bytes"]
         with catalog.namespaces(show) as (every, others):
             ours = [one for one in every if one.is_ours]
             found = [one for one in ours if not one.stated.is_unknown]
-            if begin is not None and not dry_run:
-                begin(catalog.stored_nbytes(found), limits["max_bytes"])
+            if not (dry_run or given.max_bytes is None or most is None):
+                nbytes = catalog.stored_nbytes(found)
+                change = f"from {size(nbytes)} to {size(most)}"
+                if nbytes > most:
+                    ask(f"Shrink {catalog.where} {change} by deleting the rest?")
+            if keep and not dry_run:
+                catalog.keep(lasting)
             done.leftovers = DeletionTotals(*catalog.sweep(found, dry_run=dry_run))
             for space in found:
                 delete = partial(_delete, space, show=show, dry_run=dry_run)
                 if lost is not None:
                     done.lost_keys += _delete_unreadable(space, lost, done, delete, show)
-                if not (quick or space.order_costs):
+                if not (quick or space.is_remote):
                     _delete_useless(space, limits["max_bytes_per_salt"], done, delete, show)
             if not catalog.evict(limits, done, show, dry_run=dry_run):
                 _evict_oldest(found, limits, done, show, dry_run=dry_run)
@@ -158,7 +134,7 @@ def _delete_unreadable(
 
 
 def _delete_useless(
-    space: NamespaceCatalog, most: int | None, done: Collection,
+    space: Any, most: int | None, done: Collection,
     delete: Callable[..., DeletionTotals], show: Show,
 ) -> None:  # fmt: skip
     """Delete what no lookup can reach, and what of a salt is more than ``most`` bytes."""

@@ -41,7 +41,7 @@ from vua.errors import explaining
 from vua.io import posix
 from vua.io.posix import closing_fd
 from vua.security.settings import Security
-from vua.storage.description import DESCRIPTION, Description, descriptions, read_description
+from vua.storage.description import DESCRIPTION, Description, read_description
 from vua.storage.mark import LIMITS_FILE, MARK, UPKEEP, claim, is_marked
 from vua.storage.names import QUARANTINE, SUFFIX, chunk_path
 
@@ -63,9 +63,7 @@ class DirectoryNamespace(NamespaceCatalog):
     """A namespace in a directory."""
 
     salted_most = 4096
-    order_costs = False
-    deleted_most = 1
-    rehearses = True
+    is_remote = False
 
     def __init__(self, catalog: DirectoryCatalog, space: Space) -> None:
         super().__init__(read_description(catalog.root / space.name))
@@ -185,14 +183,17 @@ class DirectoryNamespace(NamespaceCatalog):
         return len((pin if on else unpin)(self.space, chunk))
 
     def settle(self, listing: Listing) -> tuple[int, int]:
+        """Delete remains of a crash in chunks' folders; return how many, and their bytes."""
         from vua.capacity.gc import settle
 
         return settle(self.space, listing, self.catalog.remover)
 
     def is_orphan(self, chunk: ListedChunk) -> bool:
+        """Whether the chunk before a listed one still is not there."""
         return not self.catalog.remover.is_there(self.space, chunk.before or "")
 
     def is_unused(self, chunk: ListedChunk) -> bool:
+        """Whether a chunk was not used since it was listed."""
         from vua.capacity.lru import mtime_ns_of
 
         return mtime_ns_of(self.space.fd, chunk.name) == chunk.used_ns
@@ -238,10 +239,8 @@ class DirectoryCatalog(Catalog):
 
     keeps_own_ttls = True
 
-    def __init__(self, where: str, root: Path) -> None:
-        super().__init__(where, root)
-        self.root = root
-        self._remover: Remover | None = None
+    root: Path
+    _remover: Remover | None = None
 
     @property
     def remover(self) -> Remover:
@@ -259,15 +258,6 @@ class DirectoryCatalog(Catalog):
     def is_foreign(self) -> bool:
         return not is_marked(self.root)
 
-    def contents(self) -> tuple[list[Description], list[str]]:
-        with explaining(self.where):
-            found = list(descriptions(self.root))
-            return found, self._others({one.name for one in found})
-
-    def _others(self, known: set[str]) -> list[str]:
-        names = {path.name for path in self.root.iterdir()} - known - {MARK, LIMITS_FILE, UPKEEP}
-        return sorted(name for name in names if not is_trash(name))
-
     @contextlib.contextmanager
     def namespaces(
         self, show: Show
@@ -275,7 +265,9 @@ class DirectoryCatalog(Catalog):
         """List the directory; namespaces are opened when they are used, a few at a time."""
         del show
         with explaining(self.where), spaces(self.root) as found:
-            others = self._others({space.name for space in found})
+            known = {space.name for space in found} | {MARK, LIMITS_FILE, UPKEEP}
+            names = {path.name for path in self.root.iterdir()} - known
+            others = sorted(name for name in names if not is_trash(name))
             yield [DirectoryNamespace(self, space) for space in found], others
 
     def claim(self) -> None:

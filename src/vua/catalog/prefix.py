@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Literal
 
 from vua.capacity.listing import Listing
-from vua.catalog.base import open_catalog
+from vua.catalog import open_catalog
 from vua.catalog.check import NO_KEYS
 from vua.errors import ConfigError, CorruptEntryError, ForeignEntryError
 from vua.format.identity import Identity, named_by, rope_order

@@ -126,13 +126,10 @@ class StorageCatalog(Catalog):
         super().__init__(where, Path(where.partition("://")[2] or where))
         self._storages, self._describe = storages, describe
 
-    def contents(self) -> tuple[list[Description], list[str]]:
-        return [self._describe(name) for name in sorted(self._storages)], []
-
     @contextlib.contextmanager
     def namespaces(self, show: Show) -> Iterator[tuple[Sequence[StorageNamespace], Sequence[str]]]:
-        found, others = self.contents()
-        yield [StorageNamespace(one, self._storages[one.name], show) for one in found], others
+        found = sorted(self._storages.items())
+        yield [StorageNamespace(self._describe(name), one, show) for name, one in found], []
 
     def claim(self) -> None:
         """Do nothing: a storage holds nothing else."""

@@ -14,9 +14,7 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from vua.cli.command import vua
-
-__all__ = ["main", "vua"]
+__all__ = ["main"]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -32,11 +30,3 @@ def main(arguments: Sequence[str] | None = None) -> int:
     from vua.cli.command import run  # noqa: PLC0415 - see above
 
     return interrupts.ended(run(sys.argv[1:] if arguments is None else [*arguments]))
-
-
-def __getattr__(name: str) -> object:
-    if name == "vua":
-        from vua.cli.command import vua  # noqa: PLC0415 - see above
-
-        return vua
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

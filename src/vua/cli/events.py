@@ -37,7 +37,8 @@ import click
 
 from vua.capacity.listing import Listing
 from vua.capacity.spaces import Show
-from vua.catalog.base import Catalog, NamespaceCatalog, open_catalog
+from vua.catalog import open_catalog
+from vua.catalog.base import Catalog, NamespaceCatalog
 from vua.cli.command import command, duration_s, option
 from vua.cli.output import SOUND, progress
 from vua.errors import ConfigError, explaining

@@ -14,7 +14,8 @@ import click
 from vua.capacity.listing import Continuations
 from vua.capacity.saved import advice, ends_of, parted_at
 from vua.capacity.spaces import Show
-from vua.catalog.base import Catalog, NamespaceCatalog, open_catalog
+from vua.catalog import open_catalog
+from vua.catalog.base import Catalog, NamespaceCatalog
 from vua.catalog.check import NO_KEYS
 from vua.catalog.contents import SHORT
 from vua.catalog.prefix import (
@@ -329,7 +330,7 @@ def _answer(
     blocks = (question.block_tokens,) if question.block_tokens else BLOCKS
     answer = replace(answer, groups=groups, seal=seal, blocks=blocks)
     gap = answer.gap
-    if gap is None or question.quick or space.order_costs:
+    if gap is None or question.quick or space.is_remote:
         return answer
     listing = space.listing(show)
     if gap.index == 0:

@@ -8,8 +8,8 @@ from typing import Final
 
 import click
 
-from vua.capacity.saved import Totals, saved_today
-from vua.catalog.base import open_catalog
+from vua.capacity.saved import saved_today
+from vua.catalog import open_catalog
 from vua.catalog.contents import SHORT, Content
 from vua.cli.command import command, option
 from vua.cli.output import Lazy, Report, dated, line, print_strays, progress, table, when
@@ -17,39 +17,9 @@ from vua.errors import ConfigError
 from vua.io.words import about, counted, size
 
 SORTS: Final = ("name", "size", "newest")
-
-
-def _show(
-    directory: str,
-    contents: Sequence[Content],
-    *,
-    long: bool,
-    model: str | None,
-    saved: Totals | None,
-) -> None:
-    if not contents:
-        which = "" if model is None else f" of {model!r}; without --model all are listed"
-        print(f"{directory}: no namespaces{which}")
-    if len(contents) > 1:
-        chunks, nbytes = (
-            sum(getattr(one, name) for one in contents) for name in ("chunks", "nbytes")
-        )
-        namespaces, exact = counted(len(contents), "namespace"), all(one.exact for one in contents)
-        line(
-            "",
-            f"{directory}: {namespaces}, {counted(chunks, 'chunk', exact=exact)}, "
-            f"{about(nbytes, size, exact=exact)}",
-        )
-    if contents:
-        head = ["namespace", "model", "engine", "dtype"]
-        head += [" chunk", " chunks", " files", " size", "newest"]
-        table(head, [_row(one) for one in contents])
-    if said := dated(contents):
-        print(f"{said}; --exact counts all")
-    if saved:
-        print(f"today: {saved}")
-    for one in contents if long else ():
-        _show_chunks(one)
+_HEAD: Final = (
+    *("namespace", "model", "engine", "dtype", " chunk", " chunks", " files", " size", "newest"),
+)
 
 
 def _describe(content: Content, *, long: bool) -> dict[str, object]:
@@ -160,7 +130,22 @@ def ls(
     saved = saved_today(directory, key_file)
 
     def show_all() -> None:
-        _show(directory, contents, long=long, model=model, saved=saved)
+        exact = all(one.exact for one in contents)
+        if len(contents) > 1:
+            chunks = counted(sum(one.chunks for one in contents), "chunk", exact=exact)
+            nbytes = about(sum(one.nbytes for one in contents), size, exact=exact)
+            line("", f"{directory}: {counted(len(contents), 'namespace')}, {chunks}, {nbytes}")
+        if contents:
+            table(_HEAD, [_row(one) for one in contents])
+        else:
+            which = "" if model is None else f" of {model!r}; without --model all are listed"
+            print(f"{directory}: no namespaces{which}")
+        if said := dated(contents):
+            print(f"{said}; --exact counts all")
+        if saved:
+            print(f"today: {saved}")
+        for one in contents if long else ():
+            _show_chunks(one)
         print_strays(strays)
 
     return Report(

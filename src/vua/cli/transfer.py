@@ -42,7 +42,8 @@ from typing import IO, Any, BinaryIO, Final, NamedTuple, cast
 import numpy as np
 
 from vua.capacity.spaces import Show
-from vua.catalog.base import MAX_FILE_NBYTES, NamespaceCatalog, open_catalog, resolve
+from vua.catalog import open_catalog
+from vua.catalog.base import MAX_FILE_NBYTES, NamespaceCatalog, resolve
 from vua.catalog.check import Checker, ExpectedEntry
 from vua.catalog.contents import SHORT
 from vua.cli.command import argument, as_owner, command, option
@@ -394,7 +395,7 @@ def import_(directory: str, file: str) -> Report:
         stack.enter_context(as_owner(directory))
         catalog = open_catalog(directory, create=True)
         catalog.claim()
-        _Taker(catalog.place, read_archive(stream), done, stack).run(show, total)
+        _Taker(catalog.root, read_archive(stream), done, stack).run(show, total)
 
     def show_done() -> None:
         for text in done.problems[:_MOST_PROBLEMS]:

@@ -26,7 +26,8 @@ from urllib.parse import urlsplit
 
 from vua.capacity.saved import saved_today
 from vua.capacity.spaces import silent
-from vua.catalog.base import Catalog, Finding, Use, open_catalog
+from vua.catalog import open_catalog
+from vua.catalog.base import Catalog, Finding, Use
 from vua.catalog.check import NO_KEYS
 from vua.catalog.contents import SHORT, Content
 from vua.cli.command import command, option

@@ -12,7 +12,8 @@ from typing import Any, Final
 from vua.capacity.limits import Limits
 from vua.capacity.removal import Collection
 from vua.capacity.saved import Totals, saved_today
-from vua.catalog.base import Catalog, Look, Use, open_catalog, resolve
+from vua.catalog import open_catalog
+from vua.catalog.base import Catalog, Look, Use, resolve
 from vua.catalog.check import NO_KEYS
 from vua.catalog.collect import collect, key_ids, remove
 from vua.catalog.contents import SHORT, Content

@@ -19,7 +19,8 @@ from typing import Any, Literal
 import click
 
 from vua.capacity.spaces import Show
-from vua.catalog.base import Catalog, Demand, Finding, Rules, open_catalog
+from vua.catalog import open_catalog
+from vua.catalog.base import Catalog, Demand, Finding
 from vua.catalog.check import (
     NO_KEYS,
     OUTCOMES,
@@ -49,14 +50,14 @@ from vua.security.settings import Security
 from vua.storage.description import Description
 
 
-def _show_findings(findings: Sequence[Finding], rules: Rules | None) -> None:
+def _show_findings(findings: Sequence[Finding], rules: Mapping[str, Any] | None) -> None:
     rows = [(one.level, one.name, one.text) for one in findings]
     table(["state", "what", "found"], rows)
     if rules is not None:
-        days = counted(rules.days, "day")
+        days = counted(rules["Rules"][0]["Expiration"]["Days"], "day")
         print(f"\nA lifecycle rule that deletes what was not written or renewed for {days}")
         print("below its prefix, also other programs' objects:")
-        print(json.dumps(rules.rules, indent=1))
+        print(json.dumps(rules, indent=1))
 
 
 @command("doctor")
@@ -87,14 +88,14 @@ def doctor(
     findings = list(catalog.findings(security, demand))
     rules = None
     if findings[0].level == "ok":  # it can be reached
-        rules, more = catalog.rules()
+        rules, more = catalog.lifecycle()
         findings += more
     return Report(
         partial(_show_findings, findings, rules),
         status=DAMAGED if any(one.level == "bad" for one in findings) else SOUND,
         directory=directory,
         findings=[asdict(one) for one in findings],
-        lifecycle=rules and rules.rules,
+        lifecycle=rules,
     )
 
 

@@ -25,7 +25,8 @@ from typing import Any, NamedTuple
 from unittest import mock
 
 from helpers import ROOT
-from vua import cli
+from vua.cli import command as cli
+from vua.cli import main
 
 BLOCK = re.compile(r"^(<!-- part -->\n)?( *)```(\w+)\n(.*?)^ *```$", re.DOTALL | re.MULTILINE)
 STATUS = re.compile(r"\s+# exit status (\d)$")
@@ -65,7 +66,7 @@ def call(words: list[str]) -> tuple[int, str]:
     out = io.StringIO()
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(out):
         try:
-            status = cli.main(words)
+            status = main(words)
         except SystemExit as end:
             status = int(end.code or 0)
     return status, out.getvalue()
