@@ -13,7 +13,7 @@ import torch
 import foreign
 from buckets import memory_url, moto, seaweedfs, speaking_to
 from commands import run, run_json
-from helpers import DirectoryTest, caches_of, namespace_of
+from helpers import DirectoryTest, caches_of, keys_of, namespace_of
 from vua.core import VUA, VUAConfig
 from vua.storage.bucket import Bucket
 from vua.storage.names import kind_at
@@ -21,6 +21,7 @@ from vua.storage.names import kind_at
 pytest.importorskip("obstore")
 
 TOKENS = torch.arange(500, 512)
+KEYS = [key.name for key in keys_of(TOKENS.tolist(), 4)]
 
 
 class BucketCliTest(DirectoryTest):
@@ -90,25 +91,9 @@ class BucketCliTest(DirectoryTest):
         self.bucket.put("vua.json", b'{"format": "vua.root.v1"}')
         self.assertEqual(0, run("rm", self.url, "--all")[0])
 
-    def chunks(self, model: str) -> list[str]:
-        """The names of a model's chunks, front to back."""
-        with VUA(VUAConfig(split_factor=4, model=model), self.url) as vua:
-            found = vua.get_closest(TOKENS).num_tokens
-        _, report = run_json("ls", self.url, "--long")
-        every = [one for each in report["namespaces"] for one in each["entries"]
-                 if each["identity"]["model"] == model]  # fmt: skip
-        space = next(one["namespace"] for one in report["namespaces"]
-                     if one["identity"]["model"] == model)  # fmt: skip
-        order = {}
-        for one in every:
-            said = run_json("inspect", f"{self.url}/{space}/{one['path']}")[1][0]
-            order[said["tokens"][0]] = one["path"].split("/")[1]
-        self.assertEqual(found, 4 * len(order))
-        return [order[start] for start in sorted(order)]
-
     def test_pin(self) -> None:
         """A pin holds a chunk and its prefix against `gc` and `rm`, until it is lifted."""
-        first, second, _ = self.chunks("llama")
+        first, second, _ = KEYS
         code, report = run_json("pin", self.url, second)
         self.assertEqual((0, 2), (code, report["pinned"][0]["chunks"]))
         marks = [one.key for one in self.bucket.walk() if "/pin-" in one.key]
@@ -127,7 +112,7 @@ class BucketCliTest(DirectoryTest):
 
     def test_rm_as_in_a_directory(self) -> None:
         """A bucket and a directory delete the same chunks, and report them alike."""
-        _, second, third = self.chunks("llama")
+        _, second, third = KEYS
         space = next(key.split("/")[0] for key in self.entries() if second in key)
         url, self.url = self.url, str(self.root / "cache")
         (self.root / "cache").mkdir(mode=0o700)
@@ -185,7 +170,7 @@ class BucketCliTest(DirectoryTest):
         self.assertEqual(86400, run_json("ttl", self.url)[1]["ttl_s"])
         self.assertEqual(86400, run_json("du", self.url)[1]["bounds"]["ttl_s"])
         self.assertEqual(0, run_json("gc", self.url)[1]["deleted"]["chunks"])
-        self.assertEqual(0, run("pin", self.url, self.chunks("llama")[1])[0])
+        self.assertEqual(0, run("pin", self.url, KEYS[1])[0])
         later_s = time.time() + 2 * 86400
         before = {one.key: one.modified_s for one in self.bucket.walk()}
         with mock.patch("vua.catalog.collect.time.time", return_value=later_s):

@@ -39,39 +39,13 @@ pytest.importorskip("obstore")
 
 SNAPSHOTS: Final = Path(__file__).with_name("snapshots")
 WRITES: Final = "VUA_WRITE_SNAPSHOTS" in os.environ
-VOLATILE: Final = frozenset(
-    [
-        "created_s",
-        "day",
-        "file_nbytes",
-        "first_s",
-        "free_nbytes",
-        "header_nbytes",
-        "last_s",
-        "level",
-        "max_bytes",
-        "min_free_bytes",
-        "min_free_inodes",
-        "modified_s",
-        "newest_ns",
-        "newest_s",
-        "nbytes_per_s",
-        "new_nbytes_per_s",
-        "new_per_s",
-        "oldest_ns",
-        "oldest_s",
-        "text",
-        "ts",
-        "gone_per_s",
-        "room_nbytes",
-        "seconds",
-        "used_per_s",
-        "requests",
-        "requests_dollars",
-        "writer",
-        "chunk_nbytes",
-    ]
-)
+VOLATILE: Final = frozenset([
+    "created_s", "day", "file_nbytes", "first_s", "free_nbytes", "header_nbytes", "last_s",
+    "level", "max_bytes", "min_free_bytes", "min_free_inodes", "modified_s", "newest_ns",
+    "newest_s", "nbytes_per_s", "new_nbytes_per_s", "new_per_s", "oldest_ns", "oldest_s",
+    "text", "ts", "gone_per_s", "room_nbytes", "seconds", "used_per_s", "requests",
+    "requests_dollars", "writer", "chunk_nbytes",
+])  # fmt: skip
 """Fields whose values depend on the moment or the machine."""
 CLICK: Final = metadata.version("click").startswith("8.5.")
 """Whether it is the version of `click` whose texts are in the files; the tests' extra pins it."""

@@ -23,7 +23,7 @@ from replay import Cache
 from ui import Served, served
 from vua.capacity.limits import Limits, write_bounds
 from vua.capacity.spaces import silent, spread
-from vua.catalog.base import open_catalog
+from vua.catalog import open_catalog
 from vua.cli.ui import Files, overview
 from vua.core import VUA, VUAConfig
 

@@ -22,7 +22,7 @@ from commands import COMMANDS, TOKENS, filled_in, run, verbs
 from helpers import DirectoryTest, caches_of, flip, until
 from tools import fill
 from ui import served
-from vua.catalog.base import open_catalog
+from vua.catalog import open_catalog
 from vua.catalog.bucket import BucketCatalog
 from vua.catalog.directory import DirectoryCatalog
 from vua.cli import main
@@ -195,33 +195,6 @@ class StatesTest(DirectoryTest):
             self.check(words)
         _, out, _ = run("ls", place, "--json")
         self.assertIn(EVIL, [one["identity"]["model"] for one in json.loads(out)["namespaces"]])
-
-    def test_missing(self) -> None:
-        """One line: what was expected, what was found, what to do."""
-        none, file = self.root / "none", self.root / "file"
-        file.touch()
-        others = ("import", "inspect")
-        looking = [one for one in COMMANDS if one[1:2] == ["PLACE"] and one[0] not in others]
-        for command in [*looking, ["ui", "PLACE"]]:
-            verb, what = command[0], "model" if command[0] == "identify" else "cache"
-            with self.subTest(command):
-                code, out, err = run(*filled_in(command, str(none), self.root))
-                found = "expected a directory, found nothing; name the directory of the"
-                self.assertEqual((2, ""), (code, out))
-                self.assertEqual(f"vua {verb}: {none}: {found} {what}\n", err)
-                if verb != "identify":
-                    code, out, err = run(*filled_in(command, str(file), self.root))
-                    self.assertEqual((2, ""), (code, out))
-                    self.assertIn(f"{file}: expected a directory, found a file; name", err)
-        place = self.place()
-        for asked in (
-            ("import", place, none),
-            ("warm", none, "--server", "http://127.0.0.1:1"),
-            ("explain", place, "--tokens", none),
-            ("explain", place, "--order", none),
-        ):
-            _, _, err = run(*asked)
-            self.assertEqual(f"vua {asked[0]}: {none}: No such file or directory\n", err)
 
     def test_unreadable(self) -> None:
         """A directory that this user may not read."""
