@@ -19,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from vua.io.forks import new_lock
-from vua.io.posix import RELEASED, bind
+from vua.io.posix import HELD, RELEASED, bind
 
 ARRAYS_MAX: Final = 2
 """Arrays of a chunk: K and V."""
@@ -117,7 +117,15 @@ def header_plan(file_nbytes: int, header_nbytes: int, table_offset: int = 0) -> 
 
 IOV_MAX: Final = 1024  # limits.h UIO_MAXIOV, Linux and the BSDs
 _allocate_args: list[Any] = [ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64]
-_calls = bind({"fallocate": (RELEASED, "fallocate", _allocate_args, ctypes.c_int)})
+_RWF_NOWAIT: Final = 0x8  # linux/fs.h
+_vector_args: list[Any] = [ctypes.c_int, ctypes.c_void_p, ctypes.c_int, ctypes.c_int64]
+_calls = bind(
+    {
+        "fallocate": (RELEASED, "fallocate", _allocate_args, ctypes.c_int),
+        "preadv_cached": (HELD, "preadv2", [*_vector_args, ctypes.c_int], ctypes.c_ssize_t),
+    }
+)
+_address_of, _byte_at = ctypes.addressof, ctypes.c_char.from_buffer
 
 _view_from_memory = ctypes.pythonapi.PyMemoryView_FromMemory
 _view_from_memory.argtypes = [ctypes.c_void_p, ctypes.c_ssize_t, ctypes.c_int]
@@ -139,6 +147,20 @@ def allocate(fd: int, nbytes: int) -> None:
     """
     if "fallocate" in _calls:
         _calls["fallocate"](fd, 0, 0, nbytes)
+
+
+def preadv_cached(fd: int, views: Sequence[memoryview], offset: int) -> int:
+    """Read what is in the page cache into ``views``; keeps the GIL, see :mod:`vua.io.posix`.
+
+    Returns the bytes read, possibly fewer than wanted; -1 if nothing can be read without waiting.
+    """
+    if "preadv_cached" not in _calls:
+        return -1
+    flat: list[int] = []
+    for view in views:
+        flat += _address_of(_byte_at(view)), len(view)
+    iovecs = (ctypes.c_size_t * len(flat))(*flat)
+    return int(_calls["preadv_cached"](fd, iovecs, len(views), offset, _RWF_NOWAIT))
 
 
 def move_all(

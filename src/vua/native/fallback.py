@@ -34,7 +34,7 @@ from vua.io.files import (
     make_file,
     open_plain,
 )
-from vua.io.memory import allocate, memory_at, move_all
+from vua.io.memory import allocate, memory_at, move_all, preadv_cached
 from vua.io.pool import Job, Pool
 from vua.io.posix import FileStatus, close_quietly, closing_fd
 from vua.native.bindings import library, sha256
@@ -168,7 +168,7 @@ def read_entry(
     :func:`vua.native.entries.read_entries`. Raises OSError (FileNotFoundError...), UntrustedError,
     CorruptEntryError for a wrong length.
     """
-    plan = transfer.plan
+    plan, cached = transfer.plan, directory.local
     fd, status = open_plain(directory, path)
     try:
         into.inodes[file] = status.inode
@@ -176,7 +176,9 @@ def read_entry(
             raise CorruptEntryError(f"{status.nbytes} bytes long, expected {plan.file_nbytes}")
         pieces = _read_pieces(transfer, place + file, into, file)
         for offset, nbytes, block, header, parts in pieces:
-            if move_all(os.preadv, fd, _views(header, parts), offset) != nbytes:
+            views = _views(header, parts)
+            cached = cached and preadv_cached(fd, views, offset) == nbytes
+            if not cached and move_all(os.preadv, fd, views, offset) != nbytes:
                 raise CorruptEntryError(f"ends inside bytes {offset}..{offset + nbytes}")
             into.digests[file, block : block + len(parts)] = digests_of(parts)
     finally:

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import errno
 import os
+import sys
+import threading
+import time
 import unittest
 from pathlib import Path
 from typing import Any
@@ -105,6 +108,43 @@ class TestReadEntries(DirectoryTest):
 
         self.assertEqual(bad if how not in ("", "other bytes") else FILES, found[0][0])
         self.assertEqual(found[0], found[1])
+
+
+class TestInterpreterLock(DirectoryTest):
+    """Beside a busy Python thread, giving the lock away costs 5 ms each time."""
+
+    def test_cached_reads_keep_it(self) -> None:
+        """No other thread gets it while cached files are opened, read, hashed and closed."""
+        codec = EntryCodec("0" * 64, DEEP, DEEP.full)
+        memory = Memory(DEEP, DEEP.full, FILES)
+        transfer = Transfer(
+            entry_plan(codec, DEEP.full, DEEP.full, DEEP.chunk_tokens), memory.map()
+        )
+        paths, into = [f"{number}.file" for number in range(FILES)], Headers(transfer.plan, FILES)
+        for path in paths:
+            (self.root / path).write_bytes(NOISE[: codec.file_nbytes])
+        fd = os.open(self.root, os.O_RDONLY | os.O_DIRECTORY)
+        self.addCleanup(os.close, fd)
+        counted, ends = [0], threading.Event()
+
+        def count() -> None:
+            while not ends.is_set():
+                counted[0] += 1
+
+        thread = threading.Thread(target=count)
+        thread.start()
+        self.addCleanup(thread.join)
+        self.addCleanup(ends.set)
+        self.addCleanup(sys.setswitchinterval, sys.getswitchinterval())
+        sys.setswitchinterval(1)
+        time.sleep(0.001)  # the other thread begins to wait when this one has it back
+        before = counted[0]
+        for _ in range(20):
+            fallback.read_entries(transfer, Directory(fd), paths, 0, into, 0, FILES)
+        after = counted[0]
+        sys.setswitchinterval(0.001)
+        self.assertEqual(before, after)
+        self.assertTrue(into.digests.all())
 
 
 @unittest.skipUnless(has_native(), "native code is not built: python3 dev.py build")
