@@ -1,24 +1,32 @@
-"""Runs the command line tool in this process."""
+"""Runs the command line tool: in this process, `vua ui` and `vua events` with those who ask."""
 
 from __future__ import annotations
 
 import contextlib
+import http.client
 import io
 import json
 import re
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
-from helpers import ROOT, DirectoryTest, caches_of
-from vua.capacity.limits import Limits, ResolvedLimits
+from helpers import ROOT, DirectoryTest, caches_of, until
+from vua.capacity.limits import ResolvedLimits
 from vua.capacity.removal import Collection
-from vua.catalog import collect as collecting
-from vua.catalog import open_catalog
+from vua.catalog.collect import bring_within
+from vua.catalog.opening import open_catalog
 from vua.cli import main
-from vua.cli.ui import Files, overview
+from vua.cli.ui.server import Files, overview
 from vua.core import VUA, VUAConfig
 
 TOKENS = torch.arange(500, 512)
@@ -61,7 +69,7 @@ def run_json(*arguments: str | Path) -> tuple[int, Any]:
 
 def collect(root: str | Path, limits: ResolvedLimits, **more: Any) -> Collection:
     """Bring a cache within limits."""
-    return collecting.collect(open_catalog(str(root)), Limits(**asdict(limits)), **more)
+    return bring_within(open_catalog(str(root)), lambda: asdict(limits), **more)
 
 
 def told(root: Path) -> str:
@@ -123,3 +131,106 @@ class CliTest(DirectoryTest):
             if len(found) == chunks:
                 return found
         raise AssertionError(self.files())
+
+
+class Served:
+    """`vua ui` in a process of its own, asked over HTTP."""
+
+    def __init__(self, process: subprocess.Popen[str], url: str) -> None:
+        self.process, self.url = process, url
+        place, _, self.token = url.partition("/#token=")
+        self.port = int(place.rpartition(":")[2])
+
+    def ask(
+        self, method: str, path: str, body: object = None, **headers: str
+    ) -> tuple[int, dict[str, str], bytes]:
+        """Return status, headers and body of an answer; by default with the token."""
+        line = http.client.HTTPConnection("127.0.0.1", self.port, timeout=120)
+        try:
+            said = {"Authorization": f"Bearer {self.token}", **headers}
+            sent = None if body is None else json.dumps(body)
+            line.request(method, path, body=sent, headers=said)
+            answer = line.getresponse()
+            return answer.status, dict(answer.getheaders()), answer.read()
+        finally:
+            line.close()
+
+    def overview(self) -> Any:
+        status, _, content = self.ask("GET", "/api/overview")
+        if status != 200:
+            raise AssertionError(content)
+        return json.loads(content)
+
+    def looked(self, line: str = "") -> Any:
+        """Wait until files were checked, and the first line begins so; return what is shown."""
+
+        def done() -> Any:
+            seen = self.overview()
+            return seen if seen["level"] != "note" and seen["line"].startswith(line) else None
+
+        return until(done)
+
+
+@contextlib.contextmanager
+def served(*words: object) -> Iterator[Served]:
+    """Start `vua ui`, and end it with Ctrl-C."""
+    command = [sys.executable, "-m", "vua", "ui", *map(str, words), "--json"]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    try:
+        said = "".join(iter(process.stdout.readline, "}\n"))
+        yield Served(process, json.loads(said + "}")["url"])
+    finally:
+        process.send_signal(signal.SIGINT)
+        process.wait(120)
+        process.stdout.close()
+
+
+PATIENCE_MS = 300_000
+
+
+class SocketTest(CliTest):
+    """A directory with two namespaces, and subscribers to its events."""
+
+    def setUp(self) -> None:
+        """Have a place for sockets beside the directory."""
+        super().setUp()
+        self.zmq = pytest.importorskip("zmq")
+        self.msgpack = pytest.importorskip("msgspec").msgpack
+        self.context = self.zmq.Context()
+        self.addCleanup(self.context.destroy, linger=0)
+        self.folder = self.root.with_name(f"{self.root.name}-s")
+        self.folder.mkdir()
+        self.addCleanup(shutil.rmtree, self.folder, ignore_errors=True)
+        self.out = f"ipc://{self.folder}/out"
+
+    def socket(self, kind: int, endpoint: str, *, bind: bool = False) -> Any:
+        """A socket that waits for long, and then fails."""
+        socket = self.context.socket(kind)
+        self.addCleanup(socket.close, linger=0)
+        socket.setsockopt(self.zmq.RCVTIMEO, PATIENCE_MS)
+        (socket.bind if bind else socket.connect)(endpoint)
+        return socket
+
+    @contextlib.contextmanager
+    def running(self, *words: str | Path) -> Iterator[list[int]]:
+        """Run the command beside what is done within; gives its exit code when it has ended."""
+        codes: list[int] = []
+        arguments = ("events", self.root, "--zmq", self.out, *words)
+        thread = threading.Thread(target=lambda: codes.append(run(*arguments)[0]))
+        thread.start()
+        try:
+            yield codes
+        except BaseException:
+            shutil.rmtree(self.root, ignore_errors=True)  # ends it
+            raise
+        finally:
+            thread.join(PATIENCE_MS / 1000)
+            self.assertFalse(thread.is_alive())
+
+    def received(self, socket: Any, number: int, topic: bytes = b"") -> list[dict[str, Any]]:
+        got = socket.recv_multipart()
+        self.assertEqual([topic, number.to_bytes(8, "big")], got[:2])
+        _, events, rank = self.msgpack.decode(got[2])
+        self.assertEqual(0, rank)
+        return list(events)

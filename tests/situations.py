@@ -31,8 +31,7 @@ from typing import Any, Final
 
 from faces import FACES, ToldError, Transformers
 from forks import forked
-from places import MOST_NBYTES, SITUATIONS, NotRunError, Place, Situation
-from scorecard.mounts import own_mounts
+from places import MOST_NBYTES, SITUATIONS, NotRunError, Place, Situation, own_mounts
 
 RECOVERY_S: Final = 30.0
 """So long is waited for a new prompt to be stored and found."""

@@ -17,10 +17,9 @@ import numpy as np
 import pytest
 
 from browser import CHROMIUM, Page, browser
-from commands import CliTest
+from commands import CliTest, served
 from directory import fill
 from helpers import ROOT, flip
-from ui import served
 
 HOSTILE = "<img src=x onerror=document.title='taken'>"
 SIZES = ((1280, 800), (390, 844))

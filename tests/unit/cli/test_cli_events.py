@@ -1,4 +1,4 @@
-"""Mirrors `vua.cli.events`: what routers are told."""
+"""Mirrors `vua.cli.events` and `vua.cli.events`: what routers are told."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from buckets import memory_url
-from commands import TOKENS, CliTest, documented, run
+from commands import PATIENCE_MS, TOKENS, CliTest, SocketTest, documented, run
 from helpers import (
     DirectoryTest,
     Memory,
@@ -28,7 +28,6 @@ from helpers import (
     save_chunk,
     until,
 )
-from routers import PATIENCE_MS, SocketTest
 from vua.capacity.listing import Listing
 from vua.catalog.directory import DirectoryNamespace
 from vua.cli.events import EventSocket

@@ -17,14 +17,13 @@ from typing import Any
 
 import pytest
 
-from commands import TOKENS, CliTest, run
+from commands import TOKENS, CliTest, Served, run, served
 from helpers import caches_of, contents, flip, read_only, until
 from replay import Cache
-from ui import Served, served
 from vua.capacity.limits import Limits, write_bounds
 from vua.capacity.spaces import silent, spread
-from vua.catalog import open_catalog
-from vua.cli.ui import Files, overview
+from vua.catalog.opening import open_catalog
+from vua.cli.ui.server import Files, overview
 from vua.core import VUA, VUAConfig
 
 

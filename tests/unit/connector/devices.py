@@ -7,7 +7,7 @@ from unittest import mock
 
 import torch
 
-from posix_mover import PosixMover
+from helpers import PosixMover
 from vua.connector import device_transfer
 from vua.device.movers import CuFileMover, Mover
 

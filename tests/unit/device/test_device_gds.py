@@ -20,8 +20,7 @@ import torch
 import xxhash
 
 import vua.device
-from helpers import SOON_S, DirectoryTest, flip, keys_of, save_chunk, swap
-from posix_mover import PosixMover
+from helpers import SOON_S, DirectoryTest, PosixMover, flip, keys_of, save_chunk, swap
 from vua.device import movers, xxh3
 from vua.device.buffers import StagingBuffer
 from vua.device.copy import synchronize

@@ -19,9 +19,18 @@ import torch
 
 import conformity
 import make_golden
-from conformity import Entry, Judge, digest, golden_entries, mutated, random_entry
+from conformity import (
+    Entry,
+    Judge,
+    digest,
+    golden_entries,
+    mutated,
+    needs_node,
+    node,
+    random_entry,
+    run_command,
+)
 from helpers import SOON_S, DirectoryTest
-from javascript import needs_node, node, run_command
 from vua import cli
 from vua.config import VUAConfig
 from vua.core import VUA

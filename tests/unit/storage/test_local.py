@@ -31,7 +31,7 @@ from helpers import (
     remove_tree,
     save_chunk,
 )
-from scorecard.mounts import why_no_mounts
+from places import why_no_mounts
 from speed import cool, direct_works, is_cold
 from vua.core import VUA, VUAConfig
 from vua.errors import StorageError, VUAError

@@ -12,9 +12,8 @@ from unittest import mock
 
 import pytest
 
-from commands import TOKENS
+from commands import TOKENS, SocketTest
 from helpers import keys_of, remove_tree
-from routers import SocketTest
 from vua.format.identity import Identity
 from vua.format.keys import KeyChain, token_ids
 from vua.format.layout import KVLayout
