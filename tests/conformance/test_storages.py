@@ -10,7 +10,6 @@ from unittest import mock
 import pytest
 
 from buckets import azurite, memory_url, moto, seaweedfs, speaking_to
-from conformance.memory_storage import MemoryStorage
 from conformance.sqlite_storage import SQLiteStorage
 from helpers import has_native, native_code
 from vua.storage.base import Batch, ReadResult, Storage
@@ -42,18 +41,6 @@ class InPython(unittest.TestCase):
 
 class TestDirectoryInPython(InPython, TestDirectory):
     """Files in a directory, without native code."""
-
-
-class TestMemory(conformance.StorageConformance, unittest.TestCase):
-    shared = False
-
-    def open_storage(self, directory: Path) -> Storage:
-        del directory
-        return MemoryStorage()
-
-
-class TestMemoryInPython(InPython, TestMemory):
-    """A dictionary, without native code."""
 
 
 class TestSQLite(conformance.StorageConformance, unittest.TestCase):
@@ -114,7 +101,7 @@ class TestAzurite(TestSeaweedFS):
         conformance.StorageConformance.setUp(self)
 
 
-class Liar(MemoryStorage):
+class Liar(SQLiteStorage):
     """It says that it has read everything, and has not."""
 
     def read(self, batch: Batch) -> ReadResult:
@@ -129,11 +116,10 @@ class TestLiar(unittest.TestCase):
         """What is not read is noticed by tests that read."""
 
         class Case(conformance.StorageConformance, unittest.TestCase):
-            shared = False
-
             def open_storage(self, directory: Path) -> Storage:
-                del directory
-                return Liar()
+                storage = Liar(directory / "chunks.db")
+                self.addCleanup(storage.close)
+                return storage
 
         for name in ("test_digests", "test_first_missing"):
             with self.subTest(name):
