@@ -14,6 +14,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -155,39 +156,14 @@ STUCK_STEPS = 3_000
 """Steps without progress after which an engine hangs. Waiting ones take a millisecond or two."""
 
 
-@dataclass(frozen=True)
-class Case:
-    """One scenario; the same seed draws the same one (threads still run as they like)."""
+OF_ENGINE = (
+    *("max_num_batched_tokens", "max_num_seqs", "prefix_caching", "asynchronous", "drafts", "seed"),
+)
+"""Fields of a scenario that are settings of its engine."""
 
-    seed: int
-    model: str = "full"
-    window: int = 80
-    block_sizes: tuple[int, int] = (32, 32)
-    """Before and after the restart."""
-    chunk_tokens: int = 64
-    longest: int = 300
-    """Tokens of the longest prompt."""
-    room: float = 2.0
-    """Size of the block pool, in longest requests."""
-    max_num_batched_tokens: int = 256
-    max_num_seqs: int = 6
-    prefix_caching: bool = False
-    asynchronous: bool = False
-    drafts: int = 0
-    requests: int = 14
-    lookup_s: float = 0.0
-    """How long the storage takes at most, for one probe, one read, one file written."""
-    read_s: float = 0.0
-    write_s: float = 0.0
-    lookup_timeout_s: float = 60.0
-    max_pending_save_mib: int = 0
-    load_threads: int = 2
-    read_errors: float = 0.0
-    """The chance that a read fails as one of a broken disk does."""
-    damage: float = 0.0
-    """Per step: the chance that a stored file is damaged, a request aborted, the cache reset."""
-    aborts: float = 0.0
-    resets: float = 0.0
+
+class Case(SimpleNamespace):
+    """One scenario; the same seed draws the same one (threads still run as they like)."""
 
     @property
     def saves_all(self) -> bool:
@@ -205,25 +181,26 @@ def draw(seed: int) -> Case:
         seed=seed,
         model=MODELS[seed % len(MODELS)],
         window=pick((20, 50, 80, 130)),
-        block_sizes=(pick((16, 32, 64)), pick((16, 32, 64))),
+        block_sizes=(pick((16, 32, 64)), pick((16, 32, 64))),  # before and after the restart
         chunk_tokens=pick((16, 64, 64, 96)),
-        longest=chance.randrange(150, 450),
-        room=chance.uniform(1.1, 3.5),
+        longest=chance.randrange(150, 450),  # tokens of the longest prompt
+        room=chance.uniform(1.1, 3.5),  # of the block pool, in longest requests
         max_num_batched_tokens=pick((48, 100, 256, 512)),
         max_num_seqs=pick((2, 4, 8)),
         prefix_caching=chance.random() < 0.5,
         asynchronous=asynchronous,
         drafts=0 if asynchronous else pick((0, 0, 1, 3)),
-        lookup_s=lookup_s,
+        requests=14,
+        lookup_s=lookup_s,  # of the storage at most, for a probe, then for a read, a file written
         read_s=pick((0.0, 0.002, 0.006)) if slow else 0.0,
         write_s=pick((0.0, 0.005, 0.03)) if slow else 0.0,
         lookup_timeout_s=0.004 if lookup_s and chance.random() < 0.5 else 60.0,
         max_pending_save_mib=pick((1, 0)) if slow else 0,
         load_threads=pick((1, 2, 3)),
-        damage=pick((0.0, 0.0, 0.03, 0.2)),
+        damage=pick((0.0, 0.0, 0.03, 0.2)),  # chances per step, then of a request, and a reset
         aborts=pick((0.0, 0.03, 0.1)),
         resets=pick((0.0, 0.0, 0.05, 0.2)),
-        read_errors=pick((0.0, 0.0, 0.1)),
+        read_errors=pick((0.0, 0.0, 0.1)),  # as a broken disk has
     )
 
 
@@ -295,13 +272,8 @@ class _Play:
             shape=make_shape(case.model, case.window),
             block_size=block_size,
             blocks=round(case.room * largest) + 1,
-            max_num_batched_tokens=case.max_num_batched_tokens,
-            max_num_seqs=case.max_num_seqs,
-            prefix_caching=case.prefix_caching,
-            asynchronous=case.asynchronous,
-            drafts=case.drafts,
+            **{name: getattr(case, name) for name in OF_ENGINE},
             extra=extra,
-            seed=case.seed,
         )
 
     @contextmanager

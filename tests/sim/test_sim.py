@@ -7,7 +7,6 @@ the connector, it is made there, so that little here depends on how the connecto
 from __future__ import annotations
 
 import copy
-import dataclasses
 import os
 import unittest
 from collections import Counter
@@ -57,7 +56,7 @@ def mutated(name: str) -> Iterator[None]:
 def scenario(name: str, seed: int) -> Case:
     """A scenario in which the bug of this name is likely to matter."""
     likely = {"requests": 5, "longest": 240, "first_seed": 0} | MUTATIONS[name][1]
-    return dataclasses.replace(draw(seed + likely.pop("first_seed")), **likely)
+    return Case(**vars(draw(seed + likely.pop("first_seed"))) | likely)
 
 
 def instead(patches: ExitStack, of: Any, name: str, hook: Callable[..., Any]) -> None:
@@ -136,18 +135,6 @@ def loads_are_reported_when_they_begin(patches: ExitStack) -> None:
     instead(patches, Connector, "get_finished", finished)
 
 
-@mutation(read_errors=1.0)
-def failures_are_forgotten(patches: ExitStack) -> None:
-    """The scheduler's half does not remember that a load has failed."""
-
-    def learn(original: Any, self: Any, output: Any) -> None:
-        forgetful = copy.copy(output)
-        forgetful.invalid_block_ids, forgetful.failed_recving = set(), None
-        original(self, forgetful)
-
-    instead(patches, Connector, "update_connector_output", learn)
-
-
 @mutation(max_num_batched_tokens=48, resets=0.2, asynchronous=False, longest=420, first_seed=8)
 def tables_survive_preemption(patches: ExitStack) -> None:
     """New blocks of a preempted request are appended to those that it lost."""
@@ -186,18 +173,6 @@ def salts_are_ignored(patches: ExitStack) -> None:
 UNHINDERED: dict[str, Any] = {"window": 130, "prefix_caching": False, "damage": 0.0}
 UNHINDERED |= {"lookup_s": 0.0, "lookup_timeout_s": 60.0, "max_pending_save_mib": 0}
 """All that should be stored is."""
-
-
-@mutation(model="hybrid")
-def the_first_chunk_of_a_window_is_not_loaded(patches: ExitStack) -> None:
-    """A window counts from the chunk behind its first token on."""
-
-    def change(_self: Any, orders: ConnectorMetadata, _output: Any) -> None:
-        for part in (part for order in orders.loads for part in order.parts):
-            if part.group and len(part.keys) > 1:
-                part.start, part.keys = part.keys[1].start, part.keys[1:]
-
-    change_orders(patches, change)
 
 
 @mutation(model="hybrid", **UNHINDERED | {"damage": 0.2, "requests": 10}, first_seed=4)
