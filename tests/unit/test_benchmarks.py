@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import io
 import json
-import signal
 import sys
 import unittest
 from importlib.util import find_spec
@@ -15,7 +14,6 @@ from typing import Any
 import pytest
 
 import speed
-import suite.__main__
 from buckets import memory_url
 from e2e.harness import run_program
 from gpu import first_run
@@ -118,14 +116,6 @@ class SuiteTest(DirectoryTest):
         self.assertLessEqual({"peer: safetensors", "peer: torch.save and load"}, arms)
         self.assertEqual([], list(self.root.iterdir()))
 
-    def test_report(self) -> None:
-        """A saved report gives the same table again."""
-        out = self.root / "report.json"
-        words = ("--tiny", "--only", "C12", "--dir", self.root, "--out", out)
-        first = printed(suite.__main__.main, *words)
-        self.assertIn("| C12 |", first)
-        self.assertIn(first, printed(suite.__main__.main, "report", out))
-
     def test_replay(self) -> None:
         """An unbounded store serves every block that was there; policies are counted beside."""
         trace, bad = self.root / "trace", self.root / "bad"
@@ -186,24 +176,3 @@ class FirstRunTest(DirectoryTest):
         self.assertEqual(first_run.NAMES[3:], names)
         with self.assertRaises(ValueError):
             first_run.chosen(["warm"], [])
-
-    @pytest.mark.thorough
-    def test_goes_on(self) -> None:
-        """A part that hangs, with what it has started, or fails, ends alone; all is kept."""
-        hanging = "import os, time; os.fork(); print('begun', flush=True); time.sleep(3600)"
-        failing = "import sys; open(sys.argv[1], 'w').write('[1]'); sys.exit(3)"
-        parts = (
-            first_run.Part("hangs", 3, ("-c", hanging)),
-            first_run.Part("fails", 600, ("-c", failing, "{json}")),
-            first_run.Part("works", 600, ("-c", "print('well')")),
-        )
-        out = self.root / "result.tar"
-        self.assertFalse(first_run.go_through(parts[:2], out, str(self.root), cpu=False))
-        self.assertTrue(first_run.go_through(parts[2:], out, str(self.root), cpu=False))
-        files = first_run.read(out)
-        hangs, fails, works = json.loads(files["summary.json"]).values()
-        self.assertEqual("ended at its limit of 3 s", hangs["status"])
-        self.assertEqual(-signal.SIGABRT, hangs["exit"])
-        self.assertIn(b"Fatal Python error: Aborted", files["hangs.log"])
-        self.assertEqual((3, b"[1]"), (fails["exit"], files["fails.json"]))
-        self.assertEqual((0, b"well\n"), (works["exit"], files["works.log"]))
