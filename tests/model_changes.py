@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-import types
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
@@ -45,11 +44,6 @@ def _data(model: Any, noise: torch.Generator) -> None:
     weight.data.copy_(weight.data.flip(0))
 
 
-def _data_replaced(model: Any, noise: torch.Generator) -> None:
-    weight = _some_parameter(model, noise)
-    weight.data = weight.data * 2
-
-
 def _parameter(model: Any, noise: torch.Generator) -> None:
     projection = _layer(model, noise).self_attn.k_proj
     projection.weight = torch.nn.Parameter(projection.weight.detach() * 1.7)
@@ -60,14 +54,6 @@ def _state_dict(model: Any, noise: torch.Generator) -> None:
     name = next(name for name in state if "v_proj" in name)
     state[name] = state[name].flip(0)
     model.load_state_dict(state)
-
-
-def _optimizer(model: Any, noise: torch.Generator) -> None:
-    parameters = [_some_parameter(model, noise)]
-    for parameter in parameters:
-        parameter.grad = torch.randn(parameter.shape, generator=noise).to(parameter.dtype)
-    torch.optim.SGD(parameters, lr=0.2).step()
-    parameters[0].grad = None
 
 
 def _rotary(model: Any, noise: torch.Generator) -> None:
@@ -91,30 +77,10 @@ def _hook(model: Any, noise: torch.Generator) -> None:
     _layer(model, noise).mlp.register_forward_hook(lambda *args: args[2] * 3)
 
 
-def _pre_hook(model: Any, noise: torch.Generator) -> None:
-    _layer(model, noise).mlp.register_forward_pre_hook(lambda _, args: (args[0] * 3,))
-
-
 def _forward(model: Any, noise: torch.Generator) -> None:
     mlp = model.model.layers[0].mlp
     before = mlp.forward
     mlp.forward = lambda *args: before(*args) * 3
-
-
-def _method(model: Any, noise: torch.Generator) -> None:
-    mlp = model.model.layers[0].mlp
-    kind = type(mlp)
-    mlp.forward = types.MethodType(lambda self, x: kind.forward(self, x).flip(-1), mlp)
-
-
-def _subclass(model: Any, noise: torch.Generator) -> None:
-    mlp = model.model.layers[0].mlp
-
-    class Own(type(mlp)):  # type: ignore[misc]
-        def forward(self, x: torch.Tensor) -> Any:
-            return super().forward(x) * 3
-
-    mlp.__class__ = Own
 
 
 def _module(model: Any, noise: torch.Generator) -> None:
@@ -138,12 +104,6 @@ def _pruned(model: Any, noise: torch.Generator) -> None:
     model.config.num_hidden_layers = 1
 
 
-def _swapped(model: Any, noise: torch.Generator) -> None:
-    layers = model.model.layers
-    first, second = layers[0].mlp, layers[1].mlp
-    layers[0].mlp, layers[1].mlp = second, first
-
-
 def _resized(model: Any, noise: torch.Generator) -> None:
     model.resize_token_embeddings(520, mean_resizing=False)
     with torch.no_grad():
@@ -155,36 +115,22 @@ def _quantised(model: Any, noise: torch.Generator) -> Any:
     return torch.ao.quantization.quantize_dynamic(model, {torch.nn.Linear}, dtype=torch.qint8)
 
 
-def _rope_parameters(model: Any, noise: torch.Generator) -> None:
-    model.config.rope_parameters = {"rope_type": "default", "rope_theta": 100.0}
-    rotary = model.model.rotary_emb
-    with torch.no_grad():
-        rotary.inv_freq.copy_(rotary.inv_freq**0.5)
-
-
 CHANGES: dict[str, Change] = {
     "rows of a parameter": _rows,
     "rows of the embedding": _embedding,
     ".data in place": _data,
-    ".data replaced": _data_replaced,
     "a new Parameter": _parameter,
     "load_state_dict": _state_dict,
-    "a step of an optimizer": _optimizer,
     "the rotary buffer": _rotary,
     "an epsilon": _epsilon,
     "the scaling": _scaling,
     "a forward hook": _hook,
-    "a forward pre-hook": _pre_hook,
     "a patched forward": _forward,
-    "a patched method": _method,
-    "a subclass": _subclass,
     "an adapter's module": _module,
     "double": lambda model, _: model.double(),
     "bfloat16": lambda model, _: model.to(torch.bfloat16),
     "rounded": lambda model, _: model.to(torch.bfloat16).float(),
     "a layer less": _pruned,
-    "layers swapped": _swapped,
-    "rope_parameters": _rope_parameters,
     "training mode": lambda model, _: model.train(),
 }
 """By name: each changes a model in place. Kinds of models with `model.model.layers`."""
