@@ -1,6 +1,6 @@
 """Every field of vLLM's configuration stands in `vua.vllm.config_fields`, and does as said there.
 
-`vllm_fields.json` has the fields of the releases that VUA knows; `make_vllm_fields.py` wrote it.
+`vllm_fields.json` has the fields of the releases that VUA knows: what `classes_reached` finds.
 """
 
 from __future__ import annotations
