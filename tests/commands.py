@@ -21,12 +21,12 @@ import pytest
 import torch
 
 from helpers import ROOT, DirectoryTest, caches_of, until
-from vua.capacity.limits import ResolvedLimits
+from vua.capacity.limits import Limits, ResolvedLimits
 from vua.capacity.removal import Collection
-from vua.catalog.collect import bring_within
-from vua.catalog.opening import open_catalog
+from vua.catalog import collect as collecting
+from vua.catalog import open_catalog
 from vua.cli import main
-from vua.cli.ui.server import Files, overview
+from vua.cli.ui import Files, overview
 from vua.core import VUA, VUAConfig
 
 TOKENS = torch.arange(500, 512)
@@ -69,7 +69,7 @@ def run_json(*arguments: str | Path) -> tuple[int, Any]:
 
 def collect(root: str | Path, limits: ResolvedLimits, **more: Any) -> Collection:
     """Bring a cache within limits."""
-    return bring_within(open_catalog(str(root)), lambda: asdict(limits), **more)
+    return collecting.collect(open_catalog(str(root)), Limits(**asdict(limits)), **more)
 
 
 def told(root: Path) -> str:

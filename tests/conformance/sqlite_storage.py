@@ -1,4 +1,4 @@
-"""An example: a storage that keeps entries, and pins, in one SQLite database and no directory.
+"""An example: a storage that keeps entries in one SQLite database and no directory.
 
 It is all that somebody has to write who wants to keep chunks elsewhere. `test_storages.py` runs the
 conformance suite on it, and `unit/catalog/test_stored.py` the commands of `vua`.
@@ -31,7 +31,6 @@ CREATE TABLE IF NOT EXISTS entries (
     data BLOB NOT NULL,
     used_s REAL NOT NULL
 );
-CREATE TABLE IF NOT EXISTS pins (held TEXT, pinned TEXT, UNIQUE (held, pinned));
 """
 
 
@@ -124,16 +123,3 @@ class SQLiteStorage:
         except sqlite3.Error:
             return False
         return True
-
-    def pins(self) -> Sequence[tuple[str, str]]:
-        """Select all: which chunk is held, and by which pin."""
-        with self._lock:
-            return self._database.execute("SELECT held, pinned FROM pins").fetchall()
-
-    def add_pins(self, pins: Sequence[tuple[str, str]]) -> None:
-        with self._lock, self._database:
-            self._database.executemany("INSERT OR IGNORE INTO pins VALUES (?, ?)", pins)
-
-    def remove_pins(self, pins: Sequence[tuple[str, str]]) -> None:
-        with self._lock, self._database:
-            self._database.executemany("DELETE FROM pins WHERE held = ? AND pinned = ?", pins)

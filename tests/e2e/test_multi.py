@@ -17,6 +17,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from conformity import needs_node, run_command
 from e2e.damage import CHUNK, chunk_files, exchange_for_noise, flip, stored
 from e2e.harness import (
     OTHER_VLLM,
@@ -33,7 +34,6 @@ from e2e.harness import (
     vllm_version,
 )
 from helpers import keys_of
-from javascript import needs_node, run_command
 from vua.vllm import CONNECTOR
 
 pytestmark = pytest.mark.vllm

@@ -23,8 +23,8 @@ import torch
 from vua.capacity.limits import Limits
 from vua.capacity.removal import Collection
 from vua.capacity.spaces import GRACE_S, TRASH
-from vua.catalog.collect import bring_within
-from vua.catalog.opening import open_catalog
+from vua.catalog import open_catalog
+from vua.catalog.collect import collect
 from vua.errors import VUAError
 from vua.format.identity import Identity
 from vua.format.keys import ChunkKey, KeyChain, token_ids
@@ -190,8 +190,7 @@ class World:
                 os.utime(path, ns=(stamp, stamp), follow_symlinks=False)
 
     def collect(self) -> Collection:
-        catalog = open_catalog(str(self.root))
-        return bring_within(catalog, lambda: catalog.limits(self.bounds, catalog.bounds()))
+        return collect(open_catalog(str(self.root)), self.bounds)
 
     def sweep(self) -> None:
         """Age what is left and collect once. Raises AssertionError where that leaves anything."""

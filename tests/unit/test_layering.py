@@ -175,9 +175,9 @@ class TestLayering(unittest.TestCase):
             ("vua.core", "x = eval('1')"): "eval",
             ("vua.core", "x = torch.load(f)"): "unpickles",
             ("vua.core", "assert x"): "-O",
-            ("vua.cli.warm", "x = KeyChain(ids, 64)"): "Namespace.keys",
-            ("vua.cli.warm", "x = keys.KeyChain(ids, 64)"): "Namespace.keys",
-            ("vua.cli.warm", "from vua.format.keys import KeyChain as K"): "Namespace.keys",
+            ("vua.cli.prompt", "x = KeyChain(ids, 64)"): "Namespace.keys",
+            ("vua.cli.prompt", "x = keys.KeyChain(ids, 64)"): "Namespace.keys",
+            ("vua.cli.prompt", "from vua.format.keys import KeyChain as K"): "Namespace.keys",
             ("vua.helpers", ""): "no place",
         }
         for (module, source), expected in broken.items():

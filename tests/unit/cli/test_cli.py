@@ -1,4 +1,4 @@
-"""Mirrors `vua.cli`: what an operator sees of a directory."""
+"""Mirrors `vua.cli`: what an operator sees of a directory and does, and what engines are given."""
 
 from __future__ import annotations
 
@@ -11,34 +11,32 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import textwrap
 import threading
+import time
 import unittest
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import click
+import pytest
 import torch
 
 from commands import TOKENS, CliTest, run, run_json, verbs
 from helpers import caches_of, flip, read_only, swap
-from vua import cli
+from vua.capacity.lru import touch
+from vua.cli import command as cli
 from vua.cli import output as text
 from vua.cli.command import EXAMPLES, duration_s, lifetime_s
+from vua.connector.config import ConnectorConfig
 from vua.core import VUA, VUAConfig
 from vua.format.identity import Identity, named_by
+from vua.vllm.serve import with_connector
 
 
 class TestLs(CliTest):
     """`vua ls`."""
-
-    def test_rows(self) -> None:
-        """Each namespace has a row."""
-        code, out, err = run("ls", self.root)
-        rows = {line.split()[1]: line.split() for line in out.splitlines()[2:]}
-
-        self.assertEqual((0, ""), (code, err))
-        self.assertEqual(["-", "F32", "4", "3", "3", "16.5", "KiB"], rows["llama"][2:9])
-        self.assertEqual(["-", "BF16", "4", "1", "1", "4.8", "KiB"], rows["qwen"][2:9])
 
     def test_engine(self) -> None:
         """Each namespace says whose it is; what is no engine's name is shown as unknown."""
@@ -105,16 +103,6 @@ class TestInspect(CliTest):
         ):
             self.assertRegex(out, words)
 
-    def test_copied(self) -> None:
-        """A file is sound elsewhere too, under any name that claims nothing else."""
-        for name in ("copy", "l0-3.h0-2.safetensors"):
-            copy = self.root / name
-            shutil.copy(self.entries()[0], copy)
-            code, out, _ = run("inspect", copy)
-
-            self.assertEqual(0, code)
-            self.assertRegex(out, "outcome +sound")
-
     def test_damage(self) -> None:
         """Damage is named: which part, of which array, head and layers."""
         path, other, third = self.entries()
@@ -132,23 +120,21 @@ class TestInspect(CliTest):
         self.assertEqual(2, code)
         self.assertEqual(("corrupt", "error"), (one["outcome"], none["outcome"]))
 
-    def test_misplaced(self) -> None:
-        """A file in another one's place is foreign."""
+    def test_places(self) -> None:
+        """Sound elsewhere, too, where a name claims nothing else; a pipe or device is an error."""
+        copies = [self.root / name for name in ("copy", "l0-3.h0-2.safetensors")]
+        for copy in copies:
+            shutil.copy(self.entries()[0], copy)
         swap(*self.entries()[:2])
-        code, out, _ = run("inspect", self.entries()[0])
-
-        self.assertEqual(1, code)
-        self.assertRegex(out, "outcome +foreign")
-        self.assertIn("its header says chunk", out)
-
-    def test_no_file(self) -> None:
-        """A FIFO or a device is refused at once."""
         os.mkfifo(self.root / "fifo")
-        for path in (self.root / "fifo", "/dev/zero"):
-            code, out, _ = run("inspect", path)
-
-            self.assertEqual(2, code)
-            self.assertRegex(out, "outcome +error")
+        for path, status, outcome in (
+            *((copy, 0, "sound") for copy in copies),
+            (self.entries()[0], 1, "foreign"),
+            (self.root / "fifo", 2, "error"),
+            (Path("/dev/zero"), 2, "error"),
+        ):
+            code, (found,) = run_json("inspect", path)
+            self.assertEqual((status, outcome), (code, found["outcome"]), path)
 
 
 class TestVerify(CliTest):
@@ -439,3 +425,200 @@ class DurationTest(unittest.TestCase):
         self.assertEqual([86400, 0, 30], [lifetime_s(said) for said in ("1d", "0", "30s")])
         with self.assertRaisesRegex(click.BadParameter, "30s, 30m, 30h or 30d"):
             lifetime_s("30")
+
+
+class TestTop(CliTest):
+    """`vua top`."""
+
+    def test_what_goes_on(self) -> None:
+        """Chunks that are stored, used and deleted while it looks are counted, by namespace."""
+        with mock.patch("time.sleep", side_effect=self.traffic):
+            code, report = run_json("top", self.root, "--once")
+        rows = {row["model"]: row for row in report["namespaces"]}
+        seconds = report["seconds"]
+
+        self.assertEqual(0, code)
+        self.assertEqual(5, report["chunks"])
+        counts = {
+            model: [round(row[k] * seconds) for k in ("new_per_s", "used_per_s", "gone_per_s")]
+            for model, row in rows.items()
+        }
+        self.assertEqual({"llama": [0, 2, 1], "qwen": [2, 1, 0]}, counts)
+        self.assertEqual({"60": 3, "3600": 3, "86400": 3}, rows["qwen"]["used_within"])
+        self.assertEqual({"-": 1}, rows["qwen"]["salts"])
+
+    def test_last_use_long_ago(self) -> None:
+        """How long ago chunks were used counts from now, not from the newest of them."""
+        for path in self.files():
+            os.utime(path.parent, (0, time.time() - 40 * 86400))
+        report = run_json("top", self.root, "--once", "--interval", "0.01")[1]
+        nowhere = {"60": 0, "3600": 0, "86400": 0}
+        self.assertEqual([nowhere] * 2, [row["used_within"] for row in report["namespaces"]])
+
+    def traffic(self, _: float) -> None:
+        """Use and lose chunks of one model, store some of the other."""
+        entries = self.entries()
+        namespace = entries[0].parents[2]
+        order = sorted(entries, key=lambda path: -path.parent.stat().st_mtime_ns)
+        fd = os.open(namespace, os.O_RDONLY)
+        touch(fd, [path.parent.name for path in order[:2]])
+        os.close(fd)
+        order[2].unlink()
+        order[2].parent.rmdir()
+        with VUA(VUAConfig(split_factor=4, model="qwen"), self.root) as vua:
+            cache = caches_of(layers=3, heads=2, tokens=12, dim=8, dtype=torch.bfloat16)
+            vua.put(TOKENS[:12], cache)
+
+
+class TestRepair(CliTest):
+    """`vua verify --repair`."""
+
+    def test_damage_goes(self) -> None:
+        """What is damaged is taken out of sight, the rest is not touched; the next save heals."""
+        entries = self.entries()
+        sound = {path: path.read_bytes() for path in entries}
+        flip(entries[0], 4100)
+        entries[1].unlink()
+        entries[1].symlink_to("/etc/passwd")
+        self.assertEqual(1, run("verify", self.root)[0])
+        self.assertTrue(entries[0].exists())
+        code, report = run_json("verify", self.root, "--repair")
+        (one,) = [row for row in report["namespaces"] if row["model"] == "llama"]
+        self.assertEqual((0, 2, 2), (code, one["removed"], len(one["problems"])))
+        self.assertEqual([False, False, True], [os.path.lexists(path) for path in entries])
+        self.assertEqual(sound[entries[2]], entries[2].read_bytes())
+        self.assertEqual(0, run("verify", self.root)[0])
+        self.put("llama", 3)
+        healed = [path.read_bytes()[4096:] == sound[path][4096:] for path in entries]
+        self.assertEqual([True] * 3, healed)
+
+    def test_what_stays(self) -> None:
+        """What cannot be mended so is told, and is still damage."""
+        namespace = self.entries()[0].parents[2]
+        (namespace / "namespace.json").write_text("{")
+        code, out, _ = run("verify", self.root, "--repair")
+        self.assertEqual(1, code)
+        self.assertIn("next save writes it anew", out)
+
+
+LARGE = """
+    import sys
+    from vua.capacity import spaces
+    from vua.cli import main
+    spaces._LARGE = 0
+    sys.exit(main(sys.argv[1:]))
+"""
+
+
+class TestSpread(CliTest):
+    """A large namespace is looked at by several processes."""
+
+    @pytest.mark.thorough
+    def test_same_answers(self) -> None:
+        """They say what one process says, damage included."""
+        flip(self.entries()[0], 4100)
+        for command in (["du", "--exact"], ["ls", "--long"], ["verify"], ["gc", "--quick"], ["gc"]):
+            arguments = [command[0], str(self.root), *command[1:]]
+            code, alone = run_json(*arguments)
+            script = [sys.executable, "-c", textwrap.dedent(LARGE), *arguments, "--json"]
+            done = subprocess.run(script, capture_output=True, text=True, check=False, timeout=300)
+            self.assertEqual((code, ""), (done.returncode, done.stderr))
+            self.assertEqual(self.steady(alone), self.steady(json.loads(done.stdout)))
+
+    @staticmethod
+    def steady(report: dict[str, object]) -> dict[str, object]:
+        """What does not change from one look to the next."""
+        return {name: report[name] for name in report if name not in ("seconds", "free_nbytes")}
+
+
+ODD = "/mnt/a b[1]*?~ \\n'\"$HOME`id`;&|<>(){}/é"
+SHELLS = ("bash", "sh")
+ANY_USER = 65534
+
+
+def split(shell: str, printed: str) -> list[str]:
+    """What a program gets whose arguments are `$(vua args ...)`."""
+    with tempfile.NamedTemporaryFile("w", encoding="utf-8") as file:
+        file.write(printed)
+        file.flush()
+        show = f'for one in $(cat {file.name}); do printf "%s\\0" "$one"; done'
+        made = subprocess.run([shell, "-c", show], capture_output=True, check=True, cwd="/")
+    return made.stdout.decode().split("\0")[:-1]
+
+
+def values(words: list[str], option: str) -> dict[str, Any]:
+    """The JSON object that an option is given."""
+    found: dict[str, Any] = json.loads(words[words.index(option) + 1])
+    return found
+
+
+class ArgsTest(unittest.TestCase):
+    def words(self, *asked: str) -> list[str]:
+        """The words that are printed, as every shell splits them; they are those of --json."""
+        code, printed, _ = run("args", *asked)
+        self.assertEqual(0, code)
+        _, text, _ = run("args", *asked, "--json")
+        words: list[str] = json.loads(text)["arguments"]
+        for shell in SHELLS:
+            self.assertEqual(words, split(shell, printed), shell)
+        return words
+
+    def test_vllm(self) -> None:
+        """The connector's settings hold the path, however it is written."""
+        for path in ("/mnt/kv", ODD, "s3://bucket/pre fix"):
+            words = self.words("vllm", path)
+            given = values(words, "--kv-transfer-config")
+            by_wrapper = with_connector(["serve", "--vua-path", path])[1:]
+            self.assertEqual(values(by_wrapper, "--kv-transfer-config"), given)
+            config = ConnectorConfig.from_extra_config(given["kv_connector_extra_config"])
+            self.assertEqual(path, config.shared_storage_path)
+            self.assertEqual("recompute", given["kv_load_failure_policy"])
+
+    def test_sglang(self) -> None:
+        """VUA takes the extra configuration; the page is a chunk."""
+        words = self.words("sglang", ODD)
+        extra = values(words, "--hicache-storage-backend-extra-config")
+        for name in ("backend_name", "module_path", "class_name", "interface_v1"):
+            self.assertTrue(extra.pop(name))
+        self.assertTrue(extra.pop("hicache_storage_pass_prefix_keys"))
+        self.assertEqual(ODD, ConnectorConfig.from_extra_config(extra).shared_storage_path)
+        self.assertEqual("64", words[words.index("--page-size") + 1])
+        self.assertIn("--enable-hierarchical-cache", words)
+        self.assertNotIn("True", words)
+
+    def test_lmcache(self) -> None:
+        """The user's word is not given for him."""
+        code, _, problem = run("args", "lmcache", "/mnt/kv")
+        self.assertEqual(2, code)
+        self.assertIn("--plain-engines", problem)
+        given = values(self.words("lmcache", ODD, "--plain-engines"), "--l2-adapter")
+        self.assertEqual({"path": ODD, "plain_engines": True}, given["adapter_params"])
+
+    def test_docker(self) -> None:
+        """It runs as the directory's owner, who can write to the state's directory."""
+        with tempfile.TemporaryDirectory(prefix="kv") as name, mock.patch.dict(os.environ):
+            os.environ["HOME"] = f"{name}/home"
+            owner = Path(name).stat()
+            words = self.words("docker", name)
+            state = Path(name, "home", ".cache", "vua-docker")
+            self.assertIn(f"{state}:/state", words)
+            self.assertEqual((owner.st_uid, 0o40700), (state.stat().st_uid, state.stat().st_mode))
+            self.assertIn(f"{name}:/kv", words)
+            self.assertEqual(f"{owner.st_uid}:{owner.st_gid}", words[words.index("--user") + 1])
+            missing, odd = f"{name}/no", Path(name, "a b")
+            odd.mkdir()
+            for path, said in ((missing, f"mkdir -p -m 700 {missing}"), (str(odd), "spaces")):
+                code, _, problem = run("args", "docker", path)
+                self.assertEqual(2, code)
+                self.assertIn(said, problem)
+            os.environ.pop("HOME")
+            with mock.patch("pwd.getpwuid", side_effect=KeyError):
+                code, _, problem = run("args", "docker", name)
+            self.assertEqual(2, code)
+            self.assertIn("set HOME", problem)
+
+    def test_relative(self) -> None:
+        """An engine may start elsewhere: the path is absolute."""
+        given = values(self.words("vllm", "kv"), "--kv-transfer-config")
+        path = given["kv_connector_extra_config"]["shared_storage_path"]
+        self.assertEqual(str(Path("kv").absolute()), path)

@@ -1,4 +1,4 @@
-"""Mirrors `vua.cli.events` and `vua.cli.events`: what routers are told."""
+"""Mirrors `vua.cli.events`: what routers are told."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Mirrors `vua.cli.output` and `vua.cli.args`: how commands look."""
+"""Mirrors `vua.cli.output` and `vua.cli.command`: how commands look, and what a terminal gets."""
 
 from __future__ import annotations
 
@@ -9,30 +9,26 @@ import pty
 import re
 import subprocess
 import sys
-import unicodedata
+import tempfile
 import unittest
-from collections.abc import Callable, Sequence
-from pathlib import Path
+from collections.abc import Sequence
 from unittest import mock
+
+import pytest
 
 from commands import CliTest, run
 from helpers import flip
 from vua.cli import main
 from vua.cli import output as text
-from vua.cli.command import ENTRIES
+from vua.cli.transfer import Writer
 
 COLOURS = re.compile(r"\x1b\[[0-9;]*m")
 
 
 def on_terminal(words: Sequence[object], **environment: str) -> str:
-    """What a command writes to stdout that is a terminal of 90 columns."""
-    return drawn(lambda: main([str(word) for word in words]), 90, **environment)
-
-
-def drawn(work: Callable[[], object], columns: int, **environment: str) -> str:
-    """What `work` writes to stdout that is a terminal of so many columns."""
+    """What a command writes to stdout that is a terminal."""
     here, other = pty.openpty()
-    variables = {"TERM": "xterm-256color", "COLUMNS": str(columns), "LINES": "20", **environment}
+    variables = {"TERM": "xterm-256color", **environment}
     shown = b""
     with os.fdopen(here, "rb", buffering=0) as screen:
         with (
@@ -43,56 +39,20 @@ def drawn(work: Callable[[], object], columns: int, **environment: str) -> str:
         ):
             for name in {"NO_COLOR", "FORCE_COLOR"} - set(environment):
                 os.environ.pop(name, None)
-            work()
+            main([str(word) for word in words])
         with contextlib.suppress(OSError):  # EIO: all was read, and the other end is closed
             while data := screen.read(1 << 16):
                 shown += data
     return shown.decode().replace("\r\n", "\n")
 
 
-def columns(line: str) -> int:
-    """How many columns a terminal needs for a line."""
-    return sum(1 + (unicodedata.east_asian_width(one) in "WF") for one in line)
-
-
 class TestLook(CliTest):
     """The same words in a pipe, and on a terminal."""
 
     def setUp(self) -> None:
-        """Have a damaged file, and a name that is wider than a terminal."""
+        """Have a damaged file."""
         super().setUp()
-        self.put("a model's name that goes on and on, wider than any column", 2)
         flip(self.entries()[0], 4100)
-
-    def test_width(self) -> None:
-        """Tables keep to the terminal's width, and nothing of a long cell is lost."""
-        shown = COLOURS.sub("", on_terminal(["ls", self.root]))
-        lines = shown.splitlines()
-        self.assertLessEqual(max(map(len, lines)), 90)
-        self.assertGreater(max(map(len, run("ls", self.root)[1].splitlines())), 90)
-        for whole in ("namespace", "column", *(one.parts[-4][:12] for one in self.files())):
-            self.assertIn(whole, shown)
-
-    def test_names(self) -> None:
-        """A name is folded on a terminal alone, with colours and without; all of it is there."""
-        name = "some-organisation/" + "a-model" * 20 + "-Instruct"
-        self.put(name, 1)
-        self.assertIn(name, run("ls", self.root)[1])
-        for term in ("xterm", "dumb"):
-            shown = COLOURS.sub("", on_terminal(["ls", self.root], TERM=term))
-            self.assertNotIn(name, shown)
-            folded = [line[14:].split("  ")[0].strip() for line in shown.splitlines()]
-            self.assertIn(name, "".join(folded))
-
-    def test_narrow(self) -> None:
-        """A terminal that is too narrow for a row's numbers shows all their digits."""
-        table = ["chunks", " bytes", " a rate", " another rate", " a third rate", "name"]
-        row = ["145867", "9876543", "1111111", "2222222", "3333333", "some/long/path"]
-        for width in (20, 40, 60, 80, 200):
-            with self.subTest(width):
-                shown = COLOURS.sub("", drawn(lambda: text.table(table, [row]), width))
-                for cell in row[:5]:
-                    self.assertIn(cell, shown.split(), shown)
 
     def test_colours(self) -> None:
         """What judges has a colour on a terminal, unless NO_COLOR is set; a pipe has none."""
@@ -107,10 +67,10 @@ class TestLook(CliTest):
         self.assertNotIn("\x1b", run(*words)[1])
 
     def test_same_words(self) -> None:
-        """On a terminal the words are the same, where there is room for them."""
+        """On a terminal the words are the same."""
         for words in (["verify", self.root], ["inspect", self.entries()[1]], ["pin", self.root]):
             with self.subTest(words):
-                shown = COLOURS.sub("", on_terminal(words, COLUMNS="300"))
+                shown = COLOURS.sub("", on_terminal(words))
                 self.assertEqual(run(*words)[1].split(), shown.split())
 
 
@@ -131,38 +91,73 @@ class TestProgress(unittest.TestCase):
             self.assertLess(len(stream.getvalue()), 40 + 2 * len("\r\x1b[K"))
 
 
-class TestCompletion(CliTest):
-    """Shells complete words."""
+class TestBorder(CliTest):
+    """What a terminal is shown: printable characters and ends of lines."""
 
-    def test_bash(self) -> None:
-        """A real bash that read the script completes an option."""
-        script = Path(self.root, "vua")
-        script.write_text(f'#!/bin/sh\nexec {sys.executable} -m vua "$@"\n')
-        script.chmod(0o700)
-        asked = """
-            eval "$(_VUA_COMPLETE=bash_source vua)"
-            COMP_WORDS=(vua verify --rep) COMP_CWORD=2
-            _vua_completion vua; printf '%s\\n' "${COMPREPLY[@]}"
-        """
-        path = f"{self.root}:{os.environ['PATH']}"
-        done = subprocess.run(
-            ["bash", "-c", asked],
-            env={**os.environ, "PATH": path}, capture_output=True, text=True, check=False,
-            timeout=120,
-        )  # fmt: skip
-        self.assertEqual({"--repair"}, {one.strip() for one in done.stdout.split("\n")} - {""})
+    EVIL = "\x1b[2J\x1b]0;owned\x07\r\x9b31m\x7f\u202eevil"
 
-    def test_completion_imports_no_command(self) -> None:
-        code = (
-            "import sys; from vua.cli import main; code = main(sys.argv[1:]); "
-            "print(code, *(name for name in sys.modules if name.startswith('vua.cli.')))"
-        )
-        asked = {"_VUA_COMPLETE": "bash_complete", "COMP_WORDS": "vua ", "COMP_CWORD": "1"}
-        done = subprocess.run(
-            [sys.executable, "-c", code], env=os.environ | asked, capture_output=True, text=True,
-            check=True,
-        )  # fmt: skip
-        *found, imported = done.stdout.splitlines()
-        self.assertEqual([f"plain,{name}" for name in ENTRIES], found)
-        frame = {f"vua.cli.{name}" for name in ("command", "interrupts", "output", "root")}
-        self.assertEqual({"0", *frame}, {*imported.split()})
+    @pytest.mark.thorough
+    def test_progress(self) -> None:
+        """On a terminal the line that changes has no other control characters than its own."""
+        self.put(self.EVIL, 2)
+        for command in (["verify", str(self.root)], ["import", str(self.root), "-"]):
+            shown = self.on_terminal(command)
+            own = shown.replace("\r\x1b[K", "").replace("\r\n", "\n")
+            own = re.sub(r"\x1b\[[0-9;]*m", "", own)  # colours
+            with self.subTest(command=command):
+                self.assertNotEqual(shown, own)  # there was a line
+                self.assertEqual(set(), {one for one in own if not one.isprintable()} - {"\n"})
+
+    def on_terminal(self, command: list[str]) -> str:
+        """What the command writes to a terminal; an archive with names of evil comes by stdin."""
+        archive = io.BytesIO()
+        writer = Writer(archive)
+        for number in range(3):
+            writer.add(f"{number}{self.EVIL[:9]}", b"x")  # tar has ASCII names only
+        archive.seek(0)
+        main_, other = pty.openpty()
+        with tempfile.TemporaryFile() as stdin:
+            stdin.write(archive.read())
+            stdin.seek(0)
+            done = subprocess.Popen(
+                [sys.executable, "-m", "vua", *command], stdin=stdin, stdout=other, stderr=other
+            )
+            os.close(other)
+            shown = b""
+            with contextlib.suppress(OSError):  # EIO: the other end is closed
+                while data := os.read(main_, 4096):
+                    shown += data
+            os.close(main_)
+            done.wait(60)
+        return shown.decode()
+
+
+class TestDirectory(CliTest):
+    """The directory from the environment."""
+
+    def test_left_out(self) -> None:
+        """Where VUA_PATH names the directory a command without other words takes it."""
+        for words in (
+            ["ls", "-l"],
+            ["verify"],
+            ["ttl", "--off"],
+            ["pin"],
+            ["rm", "--all", "--dry-run"],
+        ):
+            expected = run(words[0], self.root, *words[1:])
+            with mock.patch.dict(os.environ, VUA_PATH=str(self.root)):
+                self.assertEqual(expected, run(*words))
+                self.assertEqual(2, run(words[0], "30d")[0])
+
+    def test_given(self) -> None:
+        """A directory that is given is taken; without either there is a clear error."""
+        empty = self.root / "empty"
+        empty.mkdir()
+        with mock.patch.dict(os.environ, VUA_PATH=str(self.root)):
+            self.assertEqual((0, f"{empty}: no namespaces\n", ""), run("ls", empty))
+            self.assertEqual(2, run("ls", empty, empty)[0])
+        with mock.patch.dict(os.environ):
+            os.environ.pop("VUA_PATH", None)
+            code, _, err = run("ls")
+            self.assertEqual(2, code)
+            self.assertIn("Missing argument 'DIR'", err)

@@ -22,8 +22,8 @@ from helpers import caches_of, contents, flip, read_only, until
 from replay import Cache
 from vua.capacity.limits import Limits, write_bounds
 from vua.capacity.spaces import silent, spread
-from vua.catalog.opening import open_catalog
-from vua.cli.ui.server import Files, overview
+from vua.catalog import open_catalog
+from vua.cli.ui import Files, overview
 from vua.core import VUA, VUAConfig
 
 

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import json
 import os
 import re
 import shutil
+import tracemalloc
 from collections.abc import Callable, Iterator
+from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -17,8 +20,13 @@ import pytest
 from buckets import memory_url
 from commands import COMMANDS, TOKENS, filled_in, run, served, verbs
 from helpers import DirectoryTest, caches_of, flip, until
+from tools import fill
+from vua.catalog import open_catalog
 from vua.catalog.bucket import BucketCatalog
 from vua.catalog.directory import DirectoryCatalog
+from vua.cli import main
+from vua.cli.events import changes, content
+from vua.cli.ui import Files, overview
 from vua.core import VUA, VUAConfig
 from vua.io import words as words_of
 from vua.security.keyring import write_key
@@ -187,33 +195,6 @@ class StatesTest(DirectoryTest):
         _, out, _ = run("ls", place, "--json")
         self.assertIn(EVIL, [one["identity"]["model"] for one in json.loads(out)["namespaces"]])
 
-    def test_missing(self) -> None:
-        """One line: what was expected, what was found, what to do."""
-        none, file = self.root / "none", self.root / "file"
-        file.touch()
-        others = ("import", "inspect")
-        looking = [one for one in COMMANDS if one[1:2] == ["PLACE"] and one[0] not in others]
-        for command in [*looking, ["ui", "PLACE"]]:
-            verb, what = command[0], "model" if command[0] == "identify" else "cache"
-            with self.subTest(command):
-                code, out, err = run(*filled_in(command, str(none), self.root))
-                found = "expected a directory, found nothing; name the directory of the"
-                self.assertEqual((2, ""), (code, out))
-                self.assertEqual(f"vua {verb}: {none}: {found} {what}\n", err)
-                if verb != "identify":
-                    code, out, err = run(*filled_in(command, str(file), self.root))
-                    self.assertEqual((2, ""), (code, out))
-                    self.assertIn(f"{file}: expected a directory, found a file; name", err)
-        place = self.place()
-        for asked in (
-            ("import", place, none),
-            ("warm", none, "--server", "http://127.0.0.1:1"),
-            ("explain", place, "--tokens", none),
-            ("explain", place, "--order", none),
-        ):
-            _, _, err = run(*asked)
-            self.assertEqual(f"vua {asked[0]}: {none}: No such file or directory\n", err)
-
     def test_unreadable(self) -> None:
         """A directory that this user may not read."""
         place = Path(self.place())
@@ -245,3 +226,70 @@ class StatesTest(DirectoryTest):
         self.assertEqual(["0 chunks", "1 chunk", "1,234 chunks"], said)
         self.assertEqual("1 entry is", words_of.counted(1, "entry", "is", "are"))
         self.assertEqual(["17 B", "1.0 KiB"], [words_of.size(17), words_of.size(1024)])
+
+
+MOST = 32
+
+
+class MemoryTest(DirectoryTest):
+    """Peaks of what Python and numpy allocate, with few chunks and with many."""
+
+    def commands(self) -> dict[str, Callable[[], object]]:
+        where = str(self.root)
+        words = {
+            "du": ["du"],
+            "ls": ["ls"],
+            "ls --long": ["ls", "--long"],
+            "ls --long --json": ["ls", "--long", "--json"],
+            "top": ["top", "--once", "--interval", "0.001"],
+            "gc": ["gc", "--yes"],
+            "gc --max-per-salt": ["gc", "--yes", "--max-per-salt", "1T"],
+            "verify": ["verify"],
+            "events": ["events"],
+        }  # fmt: skip
+        return {
+            **{name: lambda said=said: main([said[0], where, *said[1:]])
+               for name, said in words.items()},
+            "events twice": self.events,
+            "ui": self.page,
+        }  # fmt: skip
+
+    def events(self) -> None:
+        """Look twice, and go through what is told."""
+        catalog, seen = open_catalog(str(self.root)), {}
+        for _ in range(2):
+            now = content(catalog, seen)
+            for one in changes(seen, now, "LOCAL"):
+                del one
+            seen = now
+
+    def page(self) -> None:
+        """Look twice."""
+        for _ in range(2):
+            overview(open_catalog(str(self.root)), Files())
+
+    def peak(self, work: Callable[[], object]) -> int:
+        """The most bytes that are allocated at a time meanwhile."""
+        gc.collect()
+        tracemalloc.start()
+        try:
+            work()
+            return tracemalloc.get_traced_memory()[1]
+        finally:
+            tracemalloc.stop()
+
+    @pytest.mark.thorough
+    def test_all(self) -> None:
+        """Every tool that looks at all chunks, with 2,048 of them and with 4,096."""
+        few, many = 2048, 4096
+        fill(self.root, few)
+        tools = self.commands()
+        with Path(os.devnull).open("w", encoding="utf-8") as sink, redirect_stdout(sink):
+            for work in tools.values():
+                work()  # what is imported at first use does not count
+            least = {name: self.peak(work) for name, work in tools.items()}
+            fill(self.root, many, few)
+            each = {
+                name: (self.peak(work) - least[name]) / (many - few) for name, work in tools.items()
+            }
+        self.assertEqual({}, {name: nbytes for name, nbytes in each.items() if nbytes > MOST})
