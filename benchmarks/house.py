@@ -23,7 +23,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-PUBLIC = ("__init__.py", "config.py", "core.py", "errors.py", "serdes.py")
+PUBLIC = ("__init__.py", "core.py", "errors.py", "serdes.py")
 """Modules that are meant to lie flat."""
 DATA_PATH = ("format", "io", "native", "storage", "store")
 ROOMS = ", ".join(DATA_PATH)

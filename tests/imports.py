@@ -19,7 +19,6 @@ FLOORS = (
     ("storage",),
     ("capacity", "device"),
     ("store",),
-    ("config",),
     ("connector",),
     ("core",),
     ("catalog",),

@@ -6,7 +6,7 @@ import threading
 import time
 
 from vua.storage.base import Batch, ReadResult, Storage
-from vua.testing.faulty import FaultyStorage
+from vua.testing import FaultyStorage
 
 __all__ = ["ThrottledStorage"]
 

@@ -22,10 +22,10 @@ from speed import MODELS, layout_of, token_nbytes
 from vua import __version__
 from vua.capacity.limits import Limits
 from vua.cli import command as cli
-from vua.config import VUAConfig
 from vua.connector import config as connector
 from vua.connector.config import ConnectorConfig
 from vua.connector.metrics import METRICS
+from vua.core import VUAConfig
 from vua.format.identity import IGNORED_CONFIG_KEYS, INTERLEAVED, NEOX
 from vua.format.layout import ITEMSIZE
 

@@ -26,7 +26,7 @@ from sim.engine import Wrong, leave_world
 from sim.truth import MODELS
 from vua.connector.metadata import ConnectorMetadata
 from vua.format.keys import KeyChain
-from vua.format.prefix import longest_prefix
+from vua.format.layout import longest_prefix
 from vua.vllm.kv_connector_v1 import VUAStorageConnector_V1 as Connector
 
 pytestmark = [pytest.mark.vllm, pytest.mark.thorough]

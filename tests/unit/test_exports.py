@@ -44,7 +44,7 @@ EXPECTED = {
         "VLLMPagedMemGPUConnector",
         "VLLMPagedMemGPUConnectorV2",
     ],
-    "vua.testing.faulty": ["FaultyStorage"],
+    "vua.testing": ["FaultyStorage"],
     "vua.serdes": ["bytes_to_tensor", "tensor_to_bytes"],
 }
 TREE = {

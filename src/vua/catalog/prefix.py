@@ -28,8 +28,7 @@ from vua.catalog.check import NO_KEYS
 from vua.errors import ConfigError, CorruptEntryError, ForeignEntryError
 from vua.format.identity import Identity, named_by, rope_order
 from vua.format.keys import ChunkKey, KeyChain, token_ids
-from vua.format.layout import KVLayout, Shard, cover
-from vua.format.prefix import Kind, leading, longest_prefix
+from vua.format.layout import Kind, KVLayout, Shard, cover, leading, longest_prefix
 from vua.security.keyring import NoKeyError
 from vua.security.settings import Security
 from vua.store.entry_reader import EntryReader

@@ -18,8 +18,7 @@ from typing import Final, NamedTuple
 
 from vua.errors import ConfigError, VUAError
 from vua.format.identity import Identity
-from vua.format.layout import KVLayout, Shard
-from vua.format.prefix import Kind, alignment, first_needed, first_token, leading
+from vua.format.layout import Kind, KVLayout, Shard, alignment, first_needed, first_token, leading
 
 
 class UncachedError(VUAError):

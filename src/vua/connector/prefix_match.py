@@ -14,7 +14,7 @@ from typing import Final
 
 from vua.connector.cache_spec import Group, Model
 from vua.format.keys import KeyChain, Keys
-from vua.format.prefix import longest_prefix
+from vua.format.layout import longest_prefix
 from vua.store.store import Store
 from vua.store.writer import Run
 

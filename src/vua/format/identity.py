@@ -21,7 +21,7 @@ import contextlib
 import hashlib
 import json
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any, Final
 
@@ -401,3 +401,28 @@ def varies_with_length(config: Mapping[str, object]) -> bool:
     True
     """
     return any(part.get("rope_type") in _BY_LENGTH for part in _rotations(config))
+
+
+# Settings that cannot change K and V do not count. Each engine has a file `excluded.json`: its
+# tables have lists of names by a word for the reason, and "reasons" says what the words mean. What
+# is in no table counts.
+NOT_COMPUTED: Final = ("files", "logits", "read", "seen", "text")
+"""Reasons of what is not a part of the computation of K and V in any engine."""
+
+
+def tables_of(package: str) -> Mapping[str, Any]:
+    """Return the tables of an engine's package, such as "vua.vllm"."""
+    from importlib.resources import files  # noqa: PLC0415 - what only looks goes without
+
+    text = (files(package) / "excluded.json").read_text(encoding="utf-8")
+    found: dict[str, Any] = json.loads(text)
+    return found
+
+
+def listed(table: Mapping[str, Sequence[str]], *reasons: str) -> frozenset[str]:
+    """Return the names in a table that are there for one of these reasons; by default all.
+
+    >>> sorted(listed({"when": ["one", "another"], "seen": ["third"]}))
+    ['another', 'one', 'third']
+    """
+    return frozenset(name for reason in reasons or table for name in table.get(reason, ()))

@@ -53,7 +53,6 @@ from vua.native.fallback import (
     narrow,
     read_entry,
 )
-from vua.native.rows import blocks_of
 from vua.native.transfer import (
     FAILED,
     KINDS,
@@ -66,4 +65,5 @@ from vua.native.transfer import (
     Spread,
     Transfer,
     WriteOptions,
+    blocks_of,
 )

@@ -38,7 +38,6 @@ from vua.io.memory import allocate, memory_at, move_all, preadv_cached
 from vua.io.pool import Job, Pool
 from vua.io.posix import FileStatus, close_quietly, closing_fd
 from vua.native.bindings import library, sha256
-from vua.native.rows import blocks_of
 from vua.native.transfer import (
     FAILED,
     PRESENT,
@@ -46,6 +45,7 @@ from vua.native.transfer import (
     Headers,
     Transfer,
     WriteOptions,
+    blocks_of,
 )
 
 _CHECK_DIGITS: Final = 16

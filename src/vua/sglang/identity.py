@@ -41,8 +41,15 @@ from vua.connector.setup import (
     settings_digest,
 )
 from vua.errors import ConfigError
-from vua.format.excluded import NOT_COMPUTED, listed, tables_of
-from vua.format.identity import Identity, named_by, rope_order, varies_with_length
+from vua.format.identity import (
+    NOT_COMPUTED,
+    Identity,
+    listed,
+    named_by,
+    rope_order,
+    tables_of,
+    varies_with_length,
+)
 from vua.format.layout import KVLayout, Shard
 from vua.serdes import DTYPE_NAMES
 from vua.weights import identify_weights

@@ -15,7 +15,6 @@ from typing import NamedTuple
 
 import torch
 
-from vua.config import VUAConfig
 from vua.connector import prefix_match
 from vua.connector.cache_spec import Group, Model
 from vua.connector.config import ConnectorConfig
@@ -23,6 +22,7 @@ from vua.connector.load_policy import LoadPolicy
 from vua.connector.replies import Replies
 from vua.connector.savings import Savings
 from vua.connector.setup import devices
+from vua.core import VUAConfig
 from vua.format.identity import Identity
 from vua.format.keys import token_ids
 from vua.format.layout import KVLayout

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
-from vua.format.excluded import tables_of
+from vua.format.identity import tables_of
 
 _TABLES: Final = tables_of("vua.vllm")
 

@@ -29,8 +29,7 @@ import torch
 from vua.connector.cache_spec import EngineIdentity, local_directory, refused
 from vua.connector.setup import devices, package_version, setting_form
 from vua.errors import ConfigError
-from vua.format.excluded import listed
-from vua.format.identity import config_digest, named_by, varies_with_length
+from vua.format.identity import config_digest, listed, named_by, varies_with_length
 from vua.vllm.config_fields import (
     ADAPTER_CLASSES,
     EXCLUDED,

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import Any, Final
 
 from vua.connector.setup import Engine, in_text, settings_digest
-from vua.format.excluded import NOT_COMPUTED, listed
+from vua.format.identity import NOT_COMPUTED, listed
 from vua.vllm.config_fields import EXCLUDED
 
 _OF_A_START: Final = frozenset(

@@ -17,8 +17,7 @@ from vua.connector.prefix_match import branches, find, longest
 from vua.device.buffers import StagingBuffer
 from vua.format.identity import Identity
 from vua.format.keys import KeyChain, token_ids
-from vua.format.layout import KVLayout
-from vua.format.prefix import first_token, longest_prefix
+from vua.format.layout import KVLayout, first_token, longest_prefix
 from vua.store.namespace import Namespace
 
 pytestmark = pytest.mark.vllm

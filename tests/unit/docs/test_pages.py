@@ -23,9 +23,9 @@ import reference
 from commands import run, verbs
 from helpers import ROOT, DirectoryTest
 from vua.cli.command import EXAMPLES
-from vua.config import VUAConfig
 from vua.connector.config import ConnectorConfig, defaults
 from vua.connector.metrics import METRICS, Metric
+from vua.core import VUAConfig
 
 DOCS = ROOT / "docs"
 MEASURED = DOCS / "measurements"

@@ -1,4 +1,4 @@
-"""Mirrors `vua.format.identity` and `vua.format.excluded`: what makes two caches the same."""
+"""Mirrors `vua.format.identity`: what makes two caches the same."""
 
 from __future__ import annotations
 
@@ -17,14 +17,15 @@ from hypothesis import strategies as st
 
 from properties import given
 from vua.errors import ConfigError
-from vua.format.excluded import NOT_COMPUTED, tables_of
 from vua.format.identity import (
     INTERLEAVED,
     NEOX,
+    NOT_COMPUTED,
     Identity,
     config_digest,
     counted_fields,
     rope_order,
+    tables_of,
     varies_with_length,
 )
 

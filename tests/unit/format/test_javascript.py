@@ -32,8 +32,7 @@ from conformity import (
 )
 from helpers import SOON_S, DirectoryTest
 from vua import cli
-from vua.config import VUAConfig
-from vua.core import VUA
+from vua.core import VUA, VUAConfig
 from vua.errors import ConfigError, CorruptEntryError
 from vua.format.identity import config_digest
 from vua.format.parse import parse_entry

@@ -24,7 +24,7 @@ from vua.sglang.session import chunk_keys
 from vua.sglang.transfers import HostPages, Transfers
 from vua.storage.base import Batch, ReadResult, Storage, WriteResult
 from vua.store.namespace import Namespace
-from vua.testing.faulty import FaultyStorage
+from vua.testing import FaultyStorage
 
 PAGE, PAGES, LAYERS, HEADS, DIM = 16, 6, 3, 4, 8
 LAYOUT = KVLayout(
