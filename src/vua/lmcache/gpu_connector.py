@@ -142,7 +142,9 @@ class _Connector(GPUConnectorInterface):
         """
         tensor = self._tensor_of(memory_obj, start, end, fmt=None if self._marks else self._format)
         paged, slots = self._paged(kwargs, tensor), self._slots(kwargs, start, end)
-        near = tensor if tensor.device == paged.device else self._bounce(tensor, paged.device)
+        near = tensor
+        if tensor.device != paged.device:
+            near = torch.empty_like(tensor, device=paged.device)
         if near is not tensor and bool((slots < 0).any()):
             near.copy_(tensor)  # what has no slot keeps its bytes
         gather(paged, slots, *_chunk(near, paged))
@@ -158,11 +160,9 @@ class _Connector(GPUConnectorInterface):
 
         Raises as :meth:`from_gpu` does.
         """
-        tensor = near = self._tensor_of(memory_obj, start, end, fmt=self._format)
+        tensor = self._tensor_of(memory_obj, start, end, fmt=self._format)
         paged, slots = self._paged(kwargs, tensor), self._unwritten(kwargs, start, end)
-        if tensor.device != paged.device:
-            near = self._bounce(tensor, paged.device)
-            near.copy_(tensor, non_blocking=True)
+        near = tensor.to(paged.device, non_blocking=True)
         scatter(paged, slots, *_chunk(near, paged))
         synchronize(paged.device)
 
@@ -231,9 +231,6 @@ class _Connector(GPUConnectorInterface):
         """Return the slots that :meth:`to_gpu` writes; negative where it writes nothing."""
         return self._slots(kwargs, start, end)
 
-    def _bounce(self, tensor: Tensor, device: torch.device) -> Tensor:
-        return torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
-
 
 class VLLMNestedTupleGPUConnector(_Connector):
     """For contiguous caches: ``kvcaches[layer]`` is a pair (K, V) of ``[num_tokens, ...]``.
@@ -286,8 +283,8 @@ class VLLMPagedMemGPUConnectorV2(_Connector):
         Args:
             hidden_dim_size: heads * head size (MLA: the latent's length).
             num_layers: layers of ``kvcaches``.
-            use_gpu: keep a buffer for one chunk on the engine's device; whole chunks to and from
-                other devices pass through it. Needs ``chunk_size``, ``dtype`` and ``device``.
+            use_gpu: needs ``chunk_size``, ``dtype`` and ``device``, as in LMCache. No buffer is
+                kept: chunks to and from other devices pass through memory that torch reuses.
             kwargs: ``chunk_size`` (tokens), ``dtype``, ``device``; ``use_mla``; ``axes``, to name
                 the cache's layout (`vua.device.paged.KNOWN_AXES`) instead of having it recognised.
 
@@ -299,13 +296,9 @@ class VLLMPagedMemGPUConnectorV2(_Connector):
             self._format = MemoryFormat.KV_MLA_FMT
         self._named_axes: str | None = kwargs.get("axes")
         self._remembered: Any = None
-        self._buffer: Tensor | None = None
-        if use_gpu:
-            missing = [n for n in ("chunk_size", "dtype", "device") if kwargs.get(n) is None]
-            if missing:
-                raise InputError(f"use_gpu=True needs {', '.join(missing)}")
-            shape = self.get_shape(kwargs["chunk_size"])
-            self._buffer = torch.empty(shape, dtype=kwargs["dtype"], device=kwargs["device"])
+        missing = [n for n in ("chunk_size", "dtype", "device") if kwargs.get(n) is None]
+        if use_gpu and missing:
+            raise InputError(f"use_gpu=True needs {', '.join(missing)}")
 
     def initialize_kvcaches_ptr(self, **kwargs: Any) -> None:
         """Remember ``kvcaches``, if given, for calls that do not pass it."""
@@ -320,13 +313,6 @@ class VLLMPagedMemGPUConnectorV2(_Connector):
         slots, cached = self._slots(kwargs, start, end).clone(), kwargs.get("vllm_cached_tokens")
         slots[: max(0, int(cached or 0) - start)] = -1
         return slots
-
-    def _bounce(self, tensor: Tensor, device: torch.device) -> Tensor:
-        buffer = self._buffer
-        if buffer is None or buffer.device != device:
-            return super()._bounce(tensor, device)
-        same = (tensor.shape, tensor.dtype) == (buffer.shape, buffer.dtype)
-        return buffer if same else super()._bounce(tensor, device)
 
     def _axes(self, layer: Any) -> str:
         if self._named_axes is not None:

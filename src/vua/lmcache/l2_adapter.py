@@ -29,7 +29,7 @@ import time
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import CancelledError
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, Final, NamedTuple
@@ -53,13 +53,13 @@ from vua.native import MemoryMap
 from vua.security.settings import Security
 from vua.storage.base import entry_name
 from vua.storage.location import nearest
-from vua.store.namespace import Namespace
-from vua.store.place import create_namespace, locate
+from vua.store.namespace import Access
+from vua.store.place import LazyNamespace, locate
 from vua.store.store import Store
 from vua.store.writer import EntryWriter, process_writer
 from vua.weights import Identification, Weights, checkpoint_files, identify_weights
 from vua.weights.content import State
-from vua.weights.fingerprint import CLOCK_TICK_S, link_changed_s
+from vua.weights.fingerprint import CLOCK_TICK_S
 
 _DECORATION: Final = "##lmcache-"
 """LMCache appends this to a name to tell layouts apart; it stays in the identity."""
@@ -71,34 +71,14 @@ _NO_CONFIG: Final = frozenset(("tokenizer.json", "tokenizer_config.json", "vocab
 """Files that turn text into tokens, which are in the key."""
 
 
-class _ModelFiles(NamedTuple):
-    weights: tuple[Path, ...]
-    beside: tuple[Path, ...]
-    states: tuple[State, ...]
-
-    @classmethod
-    def at(cls, name: str) -> _ModelFiles:
-        folder = local_directory(name.partition(_DECORATION)[0], None, None)
-        weights = tuple(checkpoint_files(folder))
-        found = sorted(path for pattern in _BESIDE for path in folder.glob(pattern))
-        beside = tuple(path for path in found if path.name not in _NO_CONFIG and path.is_file())
-        return cls(weights, beside, tuple(State.of(path) for path in (*weights, *beside)))
-
-    def digest(self, since_s: float, stop: threading.Event) -> Weights:
-        """Digest all of them. Raises ConfigError, OSError, CancelledError.
-
-        Raises UncachedError if they may have changed since `since_s`.
-        """
-        weights, digest = identify_weights(self.weights, stop=stop), hashlib.sha256()
-        digest.update(f"vua.lmcache.model.v1 {weights.fingerprint};".encode())
-        changed_s = weights.changed_s
-        for path in self.beside:
-            content = hashlib.sha256(path.read_bytes()).hexdigest()
-            digest.update(f"{path.name} {content};".encode())
-            changed_s = max(changed_s, State.of(path).changed_s, link_changed_s(path))
-        if changed_s > since_s - CLOCK_TICK_S:
-            raise UncachedError("its files were changed after this server's start")
-        return replace(weights, fingerprint=digest.hexdigest())
+def _files_at(name: str) -> list[tuple[Path, State]]:
+    """Return the files of a model, and what the file system says of each."""
+    folder = local_directory(name.partition(_DECORATION)[0], None, None)
+    found = set(checkpoint_files(folder))
+    for path in (one for pattern in _BESIDE for one in folder.glob(pattern)):
+        if path.name not in _NO_CONFIG and path.is_file():
+            found.add(path)
+    return [(path, State.of(path)) for path in sorted(found)]
 
 
 class Models:
@@ -117,12 +97,12 @@ class Models:
             )
         self._labels, self._began_s = given, time.time()
         self._lock = threading.Lock()
-        self._known: dict[str, tuple[_ModelFiles, float, Identification]] = {}
-        """By name: its files, when they were first found, and the search for their digest."""
+        self._known: dict[str, tuple[list[tuple[Path, State]], Identification]] = {}
+        """By name: its files, and the search for their digest."""
         self._refused: set[str] = set()
 
     def close(self) -> None:
-        for *_, search in self._known.values():
+        for _, search in self._known.values():
             search.close()
 
     def digest(self, name: str) -> str | None:
@@ -136,15 +116,15 @@ class Models:
         if name in self._refused:
             return None
         try:
-            now = _ModelFiles.at(name)
+            files = _files_at(name)
             with self._lock:
-                if name not in self._known:
-                    search = Identification(partial(now.digest, self._began_s))
-                    self._known[name] = now, time.monotonic(), search
-            first, began_s, search = self._known[name]
-            if now != first:
+                if new := name not in self._known:
+                    search = Identification(partial(self._identified, [path for path, _ in files]))
+                    self._known[name] = files, search
+            first, search = self._known[name]
+            if files != first:
                 raise UncachedError("its files were changed after it was served first")
-            if not search.wait(max(0.0, began_s + _FIRST_WAIT_S - time.monotonic())):
+            if not search.wait(_FIRST_WAIT_S if new else 0.0):
                 return None
             return f"files {search.answer.result().fingerprint}"
         except CancelledError:
@@ -155,6 +135,12 @@ class Models:
                 self._refused.add(name)
             log.log(level, _REFUSED, name, problem, name)
             return None
+
+    def _identified(self, files: Sequence[Path], stop: threading.Event) -> Weights:
+        found = identify_weights(files, stop=stop)
+        if found.changed_s > self._began_s - CLOCK_TICK_S:
+            raise UncachedError("its files were changed after this server's start")
+        return found
 
 
 log = logging.getLogger(__name__)
@@ -183,6 +169,7 @@ class _Form:
 
     @classmethod
     def of(cls, model: str, described: Any) -> _Form:
+        """Read LMCache's description of an object, or the object itself."""
         meta = getattr(described, "metadata", described)
         shapes = getattr(meta, "shapes", None) or [meta.shape]  # several: one per group of layers
         dtypes = getattr(meta, "dtypes", None) or [meta.dtype]
@@ -275,11 +262,11 @@ class VUAL2Adapter(L2AdapterInterface):
             )
         self._models = Models(given.pop("label", None))
         self._root = locate(given.pop("path"))
-        self._durable, self._epoch = bool(given.pop("durable", False)), given.pop("epoch", "")
+        durable, self._epoch = bool(given.pop("durable", False)), given.pop("epoch", "")
         self._pool = Pool[_Task](int(given.pop("threads", _THREADS)), "vua-lmcache")
-        self._bounds = Limits(**given)
+        self._access = Access(durable, Limits(**given))
         self._savings = savings_at(nearest(self._root), Security())
-        self._namespaces: dict[tuple[_Form, str], Namespace] = {}
+        self._namespaces: dict[tuple[_Form, str], LazyNamespace] = {}
         self._fds = {kind: create_event_notifier() for kind in (_STORE, _LOOKUP, _LOAD)}
         self._done: dict[str, dict[int, Any]] = {kind: {} for kind in self._fds}
         self._lock = threading.Lock()
@@ -298,8 +285,7 @@ class VUAL2Adapter(L2AdapterInterface):
 
     def submit_store_task(self, keys: list[Any], objects: list[Any]) -> int:
         """Store objects, except those already stored; see `pop_completed_store_tasks`."""
-        forms = [_Form.of(key.model_name, one) for key, one in zip(keys, objects, strict=True)]
-        return self._start(_STORE, keys, objects, forms)
+        return self._start(_STORE, keys, objects, objects)
 
     def pop_completed_store_tasks(self) -> dict[int, Any]:
         with self._lock:
@@ -310,12 +296,8 @@ class VUAL2Adapter(L2AdapterInterface):
         self, keys: list[Any], group_layout_descs: Mapping[int, Any]
     ) -> int:
         """Look for objects, by name. Without a group's layout: in the layouts used so far."""
-        forms: list[_Form | None] = []
-        for key in keys:
-            described = group_layout_descs.get(key.object_group_id)
-            known = described is not None and described.shapes
-            forms.append(_Form.of(key.model_name, described) if known else None)
-        return self._start(_LOOKUP, keys, [], forms)
+        described = [group_layout_descs.get(key.object_group_id) for key in keys]
+        return self._start(_LOOKUP, keys, [], [one and one.shapes and one for one in described])
 
     def query_lookup_and_lock_result(self, task_id: int) -> Any:
         """Return which objects are stored, once; None while that is not known."""
@@ -327,8 +309,7 @@ class VUAL2Adapter(L2AdapterInterface):
 
     def submit_load_task(self, keys: list[Any], objects: list[Any]) -> int:
         """Read objects into their memory; a miss leaves its memory undefined."""
-        forms = [_Form.of(key.model_name, one) for key, one in zip(keys, objects, strict=True)]
-        return self._start(_LOAD, keys, objects, forms)
+        return self._start(_LOAD, keys, objects, objects)
 
     def query_load_result(self, task_id: int) -> Any:
         """Return which objects were loaded and verified, once; None while that is not known."""
@@ -338,7 +319,9 @@ class VUAL2Adapter(L2AdapterInterface):
     def delete(self, keys: list[Any]) -> None:
         """Delete objects, in all layouts used so far."""
         for key in keys:
-            for form, namespace in self._used(key.model_name):
+            for form, opened in self._used(key.model_name):
+                if (namespace := opened.to_read([form.layout])) is None:
+                    continue
                 name, storage = entry_name(_name(key).name, form.layout.full), namespace.storage
                 if storage.exists([name])[0] and storage.delete(name):
                     self._notify_keys_deleted([key], [form.nbytes])
@@ -358,8 +341,12 @@ class VUAL2Adapter(L2AdapterInterface):
     # -- inside -------------------------------------------------------------------------------
 
     def _start(
-        self, kind: str, keys: Sequence[Any], objects: Sequence[Any], forms: Sequence[_Form | None]
+        self, kind: str, keys: Sequence[Any], objects: Sequence[Any], described: Sequence[Any]
     ) -> int:
+        forms = [
+            _Form.of(key.model_name, one) if one else None
+            for key, one in zip(keys, described, strict=True)
+        ]
         task = _Task(kind, keys, objects, forms, [False] * len(keys))
         with self._lock:
             self._last_id += 1
@@ -410,22 +397,19 @@ class VUAL2Adapter(L2AdapterInterface):
         return bits
 
     def _store(self, task: _Task) -> None:
-        for form, places in _by_form(task):
-            if (namespace := self._namespace(form, create=True)) is None:
-                continue
-            keys, store = [_name(task.keys[at]) for at in places], namespace.stores[0]
+        for form, opened, places in self._places(task):
+            keys, store = [_name(task.keys[at]) for at in places], opened.to_write([form.layout])
             memory = _memory([task.objects[at] for at in places])
-            EntryWriter(store, memory, writer=process_writer("lmcache")).save_all(keys)
-            for at, held in zip(places, _held(store, keys), strict=True):
+            writer = EntryWriter(store.stores[0], memory, writer=process_writer("lmcache"))
+            writer.save_all(keys)
+            for at, held in zip(places, _held(store.stores[0], keys), strict=True):
                 task.found[at] = held
 
     def _load(self, task: _Task) -> None:
-        for form, places in _by_form(task):
-            if (namespace := self._namespace(form)) is None:
-                continue
-            store, begin = namespace.stores[0], 0
-            while rest := places[begin:]:
-                keys = [_name(task.keys[at]) for at in rest]
+        for form, opened, places in self._places(task):
+            namespace, begin = opened.to_read([form.layout]), 0
+            while namespace is not None and (rest := places[begin:]):
+                keys, store = [_name(task.keys[at]) for at in rest], namespace.stores[0]
                 loaded = store.load(keys, _memory([task.objects[at] for at in rest])).chunks
                 store.used(keys, loaded)
                 for at in rest[:loaded]:
@@ -433,43 +417,31 @@ class VUAL2Adapter(L2AdapterInterface):
                 begin += loaded + 1  # the next one misses; later ones need not
 
     def _look_up(self, task: _Task) -> None:
+        for form, opened, places in self._places(task):
+            if (namespace := opened.to_read([form.layout])) is not None:
+                keys = [_name(task.keys[at]) for at in places]
+                for at, held in zip(places, _held(namespace.stores[0], keys), strict=True):
+                    task.found[at] |= held
+
+    def _places(self, task: _Task) -> Iterator[tuple[_Form, LazyNamespace, list[int]]]:
+        """Yield each namespace in which some of the objects may be, by their numbers."""
         groups: dict[tuple[str, _Form | None], list[int]] = defaultdict(list)
         for at, (key, form) in enumerate(zip(task.keys, task.forms, strict=True)):
             groups[key.model_name, form].append(at)
         for (model, form), places in groups.items():
-            keys = [_name(task.keys[at]) for at in places]
-            for namespace in self._namespaces_of(model, form):
-                for at, held in zip(places, _held(namespace.stores[0], keys), strict=True):
-                    task.found[at] |= held
-
-    def _namespaces_of(self, model: str, form: _Form | None) -> list[Namespace]:
-        if form is not None:
-            found = self._namespace(form)
-            return [] if found is None else [found]
-        known = self._models.digest(model) is not None
-        return [namespace for _, namespace in self._used(model)] if known else []
-
-    def _used(self, model: str) -> list[tuple[_Form, Namespace]]:
-        with self._lock:
-            return [
-                (form, one) for (form, _), one in self._namespaces.items() if form.model == model
-            ]
-
-    def _namespace(self, form: _Form, *, create: bool = False) -> Namespace | None:
-        files = self._models.digest(form.model)
-        if files is None:
-            return None
-        with self._lock:
-            known = self._namespaces.get((form, files))
-            if known is None:
+            if (files := self._models.digest(model)) is None:
+                continue
+            if form is not None and (form, files) not in self._namespaces:
                 identity = form.identity(files, self._epoch)
-                place = self._root / identity.namespace
-                if not create and isinstance(place, Path) and not place.is_dir():
-                    return None  # a bucket is not asked: describing it costs as much
-                known = self._namespaces[form, files] = create_namespace(
-                    self._root, identity, [form.layout], durable=self._durable, bounds=self._bounds
-                )
-            return known
+                opened = LazyNamespace(self._root, identity, self._access)
+                self._namespaces.setdefault((form, files), opened)
+            found = self._used(model) if form is None else [(form, self._namespaces[form, files])]
+            yield from ((*one, places) for one in found)
+
+    def _used(self, model: str) -> list[tuple[_Form, LazyNamespace]]:
+        return [
+            (form, one) for (form, _), one in [*self._namespaces.items()] if form.model == model
+        ]
 
 
 def _name(key: Any) -> ChunkKey:
@@ -483,14 +455,6 @@ def _name(key: Any) -> ChunkKey:
         len(part).to_bytes(8, "little") + part for part in (b"vua.lmcache.v1", *parts)
     )
     return ChunkKey(hashlib.sha256(framed).digest(), b"", 0, 1)
-
-
-def _by_form(task: _Task) -> Iterator[tuple[_Form, list[int]]]:
-    groups: dict[_Form, list[int]] = defaultdict(list)
-    for at, form in enumerate(task.forms):
-        if form is not None:
-            groups[form].append(at)
-    yield from groups.items()
 
 
 def _held(store: Store, keys: Sequence[ChunkKey]) -> list[bool]:

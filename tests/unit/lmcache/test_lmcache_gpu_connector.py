@@ -351,17 +351,3 @@ class GPUConformanceTest(ConformanceTest):
     """The same with the engine's cache on a GPU and memory objects in host memory."""
 
     device = "cuda:0"
-
-    def test_buffer(self) -> None:
-        """Whole chunks pass through the buffer, partial ones beside it."""
-        case = fused(torch.float16, self.device)
-        case.connector = VLLMPagedMemGPUConnectorV2(
-            HIDDEN, LAYERS, use_gpu=True, chunk_size=8, dtype=torch.float16, device=self.device
-        )
-        before = case.bytes
-        for end in (8, 5):
-            obj = case.blob(end, torch.float16)
-            case.connector.from_gpu(obj, 0, end, **case.arguments())
-            self.assertEqual(bits(case.row(1, 2, 3).cpu()), bits(obj.tensor[1, 2, 3]))
-            case.connector.to_gpu(obj, 0, end, **case.arguments())
-            self.assertEqual(before, case.bytes)
