@@ -19,12 +19,11 @@ from typing import Any
 
 import torch
 
-from vua.connector.config import ConnectorConfig
-from vua.connector.metrics import Recorder
+from sglang_case import transfers_of
 from vua.format.identity import Identity
 from vua.format.keys import KeyChain, token_ids
 from vua.format.layout import KVLayout
-from vua.sglang.transfers import HostPages, Transfers
+from vua.sglang.transfers import HostPages
 from vua.store.namespace import Namespace
 
 PAGE, PAGES, ROUNDS = 64, 24, 9
@@ -65,17 +64,13 @@ def main() -> None:
     """Print JSON: milliseconds of a load, and of the copy in it."""
     keys, slots = KeyChain(token_ids(range(PAGES * PAGE)), PAGE), torch.arange(PAGES * PAGE)
     with tempfile.TemporaryDirectory(prefix="vua-bench-") as root:
-        config = ConnectorConfig(shared_storage_path=root)
         made = {}
         for name, layout in SHAPES.items():
             namespace = Namespace.create(
                 Path(root), Identity(model=name, chunk_tokens=PAGE), [layout]
             )
             pages = TimedPages(pool(layout), latent=not layout.v_dim)
-            moves = Transfers(
-                *(namespace.stores[0], layout.full, pages, config, Recorder()),
-                proof=lambda: lambda: True,
-            )
+            moves = transfers_of(Path(root), namespace, layout.full, pages)
             moves.save(keys.first(PAGES), slots)
             made[name] = (moves, pages, namespace)
         found: dict[str, list[tuple[float, float]]] = {name: [] for name in SHAPES}

@@ -18,6 +18,7 @@ import os
 import secrets
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
 from typing import Any, Final, NamedTuple
@@ -29,10 +30,12 @@ from sglang.srt.environ import envs
 from sglang.srt.mem_cache.hicache_storage import PoolName
 from sglang.srt.plugins.hook_registry import HookRegistry
 
-from vua.connector.cache_spec import Group, UncachedError, division, local_directory
+from vua.connector.cache_spec import Group, Model, UncachedError, division, local_directory
 from vua.connector.log import logger
 from vua.connector.setup import (
-    Engine,
+    Engine as SetupOf,
+)
+from vua.connector.setup import (
     code_of,
     in_text,
     is_installed,
@@ -52,10 +55,15 @@ from vua.format.identity import (
 )
 from vua.format.layout import KVLayout, Shard
 from vua.serdes import DTYPE_NAMES
+from vua.sglang.engine import Engine
+from vua.sglang.session import Part, Pools
+from vua.sglang.transfers import HostPages
 from vua.weights import identify_weights
 from vua.weights.content import State, Work, read_digest
 from vua.weights.fingerprint import code_digest
 
+KNOWN: Final = (PoolName.KV, PoolName.SWA)
+"""The pools that are stored, in the order of a model's groups."""
 _KINDS: Final = ("BF16", "F16", "F32")
 
 
@@ -307,87 +315,104 @@ _LOAD_FORMATS: Final = ("auto", "safetensors")
 """Those that load the files which `vua.weights.checkpoint_files` names."""
 
 
-class CacheDescription(NamedTuple):
-    """An engine's caches, without their weights, which take longer to identify."""
+def pools_of(engine: Engine, pools: Mapping[str, Any], rank_config: Any, *, epoch: str) -> Pools:
+    """Describe the caches that an engine computes and a rank's host pools hold.
 
-    identity: Identity
-    groups: dict[str, Group]
-    """By the pool of SGLang's that holds these layers; the one of all tokens first."""
-    beside: Identity | None
-    """The one that vLLM has for the same config, if its chunks may be the same; None: none.
-    """
-
-
-def described(
-    runner: Any,
-    pools: Mapping[str, Any],
-    *,
-    latent: bool,
-    epoch: str,
-    adapters: Mapping[str, str],
-) -> CacheDescription:
-    """Describe the caches that a model runner of SGLang computes and its host pools hold.
+    Without the weights, which take longer to identify.
 
     Args:
-        runner: SGLang's ``ModelRunner``.
+        engine: whose K and V they hold.
         pools: the host pools, by SGLang's names: ``kv``, and ``swa`` if layers with a sliding
             window have a pool that holds only the window.
-        latent: whether it is one of latents (MLA).
+        rank_config: SGLang's ``HiCacheStorageConfig``.
         epoch: the setting.
-        adapters: `vua.sglang.engine.Engine.adapters`.
 
     Raises:
-        UncachedError: caches of this engine cannot be shared or cannot be distinguished.
+        UncachedError: the pools cannot be stored, shared or distinguished.
         ConfigError: the model's code cannot be identified.
-        OSError: a file cannot be read.
+        LayoutError: a pool of no layers, or of more than any model has.
+        OSError: a file of the model cannot be read.
     """
+    runner, latent, pool = engine.runner, bool(rank_config.is_mla_model), pools[PoolName.KV]
     arguments, models = runner.server_args, runner.model_config
     directory = local_directory(arguments.model_path, arguments.revision, arguments.download_dir)
     kind = type(models.hf_config)  # read anew: SGLang adds to the one that it has
     whole = kind.from_pretrained(directory, local_files_only=True)
     text = whole.get_text_config()
-    pool = pools[PoolName.KV]
-    dtype = dtype_of(pool)
-    _check_supported(arguments, models, text is whole)
+    for name in pools:
+        check_name(name)
+    _check_supported(arguments, models, rank_config, text is whole)
+    setup = setup_of(runner, pools.values())
+    if setup.epoch:
+        log.warning(
+            "VUA: beside SGLang's own code this engine runs %s: it has a namespace of its own, "
+            "epoch %s",
+            *(", ".join(setup.unusual[:3]), epoch := f"{epoch}+{setup.epoch}"),
+        )
+    groups = groups_of(runner, pools, dtype_of(pool), latent=latent)
     config = dict(text.to_dict())
-    counted = {
-        "vua.sglang": settings_that_count(arguments, directory),
-        "vua.sglang_environment": variables_that_count(os.environ),
-        "vua.sglang_kernels": attention_that_counts(runner),
-    }
-    config |= {name: each for name, each in counted.items() if each}
-    if (build := _build()) is not None:
-        config["vua.sglang_build"] = build
-    if adapters:
-        config["vua.sglang_adapters"] = dict(adapters)
-    if runner.dtype != pool.dtype:
-        config["vua.sglang_dtype"] = str(runner.dtype)
-    if models.quantization is not None:
-        config["vua.sglang_quantization"] = str(models.quantization)
-    rope = rope_order(text.model_type)
-    if varies_with_length(config):  # SGLang chooses the frequencies once, by this length
-        config["vua.sglang_context_length"] = models.context_len
-    longest = config.get("max_position_embeddings")
-    if isinstance(longest, int) and models.context_len > longest:  # its table of rotations ends
-        config["vua.sglang_positions"] = longest
+    config |= _counted(engine, pool, directory, config)
     if arguments.trust_remote_code and (code := _code(text, directory)):
         config["vua.code"] = code
-    groups = groups_of(runner, pools, dtype, latent=latent)
     config |= division(list(groups.values()))
+    rope = rope_order(text.model_type)
     own, vllm = (
         Identity.of_config(
-            named_by(engine, config),
-            kv_dtype=dtype,
+            named_by(one, config),
+            kv_dtype=dtype_of(pool),
             rope=rope,
             epoch=epoch,
             chunk_tokens=pool.page_size,
             name=_name(arguments.model_path, directory),
         )
-        for engine in ("sglang", "vllm")
+        for one in ("sglang", "vllm")
     )
     alike = len(groups) == 1 and bool(rope) and not latent
     alike = alike and not any(key.startswith("vua.sglang") for key in config)
-    return CacheDescription(own, groups, vllm if alike else None)
+    layers = range(runner.layer_info.start_layer, runner.layer_info.end_layer)
+    parts = {}
+    for name, group in groups.items():
+        shard, writes = shard_of(
+            *(group, layers, pools[name]), rank_config.tp_rank, rank_config.tp_size
+        )
+        pages = HostPages(pools[name], latent=latent)
+        parts[name] = Part(replace(group, shards=((shard,),)), pages, writes)
+    held = tuple(part.group for part in parts.values())
+    blocks = tuple(group.layout.chunk_tokens for group in held)
+    model = Model(own, held, blocks, models.quantization is not None, identified=False)
+    return Pools(parts, model, setup.digest, vllm if alike else None)
+
+
+def _counted(
+    engine: Engine, pool: Any, directory: Path, config: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Return what counts beside the model's own config."""
+    runner = engine.runner
+    arguments, models = runner.server_args, runner.model_config
+    longest = config.get("max_position_embeddings")
+    past = isinstance(longest, int) and models.context_len > longest  # its table of rotations ends
+    found = {
+        "": settings_that_count(arguments, directory),
+        "_environment": variables_that_count(os.environ),
+        "_kernels": attention_that_counts(runner),
+        "_build": _build(),
+        "_adapters": dict(engine.adapters),
+        "_dtype": None if runner.dtype == pool.dtype else str(runner.dtype),
+        "_quantization": models.quantization and str(models.quantization),
+        # SGLang chooses the frequencies once, by this length
+        "_context_length": models.context_len if varies_with_length(config) else None,
+        "_positions": longest if past else None,
+    }
+    return {f"vua.sglang{name}": each for name, each in found.items() if each}
+
+
+def check_name(name: str) -> None:
+    """Raise UncachedError for a pool that is not stored."""
+    if name not in KNOWN:
+        raise UncachedError(
+            f"the engine has a pool {getattr(name, 'value', name)!r} (a state, an index or a "
+            "draft model), which is not stored"
+        )
 
 
 def _build() -> str | None:
@@ -398,8 +423,18 @@ def _build() -> str | None:
     return None if released else str(sglang.__version__)
 
 
-def _check_supported(arguments: Any, models: Any, is_text: bool) -> None:  # noqa: FBT001
+def _check_supported(
+    arguments: Any,
+    models: Any,
+    rank_config: Any,
+    is_text: bool,  # noqa: FBT001
+) -> None:
     """Raise UncachedError for engines whose caches depend on information that a backend lacks."""
+    if rank_config.attn_cp_size > 1 or rank_config.dcp_size > 1:
+        msg = "with context parallelism a page is spread over ranks, which is not supported"
+        raise UncachedError(msg)
+    if rank_config.should_split_heads:
+        raise UncachedError("VUA divides pages at heads itself; leave out tp_lcm_size")
     for name, only in _ONLY.items():
         if getattr(arguments, name) not in only:
             raise UncachedError(f"{name}={getattr(arguments, name)!r}: {_ELSEWHERE}")
@@ -431,7 +466,7 @@ def _name(path: str, directory: Path) -> str:
 log = logger("worker")
 
 
-ENGINE: Final = Engine(
+ENGINE: Final = SetupOf(
     ("sglang", "sglang-kernel", "sgl-kernel", "torch", "triton", "flashinfer-python"),
     ("sglang.srt.plugins", "sglang.srt.platforms"),
     ("SGLANG_", "SGL_", "AITER_", "FLASHINFER_"),

@@ -218,29 +218,31 @@ class Session:
         """
         self._model, self._namespace, self._stats = opened.model, opened.namespace, stats
         self._parts, self._limit_s = pools.parts, config.timeouts.lookup_s
+        self._first = next(iter(pools.parts))
         self._breaker = Breaker("lookups", logger("storage"))
         self._pool = Pool[tuple[Any, int]](_THREADS, "vua-lookup", timeout_s=config.timeouts.io_s)
         self.reuse = Reuse(self._model, config, stats)
         stores, writer = self._namespace.stores, new_writer("sglang", pools.setup)
-        self.comparisons: Comparisons | None = None
-        """None: another rank holds the same, and compares it."""
+        where, security, beside = config.shared_storage_path, config.security, None
+        identity = self._model.identity
+        compared = replace(config, epoch=identity.epoch)
         if all(part.writes for part in pools.parts.values()):
-            where, security = config.shared_storage_path, config.security
             self.reuse.savings.keep_at(where, pools.setup, security)
-            identity, beside = self._model.identity, None
             if pools.beside is not None and config.witness_every:
                 beside = LazyNamespace(
                     locate(where, security=security),
                     replace(pools.beside, weights=identity.weights),
                     Access(security=security),
                 )
-            self.comparisons = Comparisons(
-                *(self._model, stores, replace(config, epoch=identity.epoch), stats),
-                setup=pools.setup,
-                writer=writer,
-                seed=seed,
-                beside=beside,
-            )
+        else:  # another rank holds the same, and compares it
+            compared = replace(compared, witness_every=0)
+        self.comparisons = Comparisons(
+            *(self._model, stores, compared, stats),
+            setup=pools.setup,
+            writer=writer,
+            seed=seed,
+            beside=beside,
+        )
         self._transfers: dict[str, Transfers] = {
             name: Transfers(
                 *(store, part.group.written[0], part.pages, config, stats),
@@ -258,8 +260,7 @@ class Session:
             moves.close()
         self.reuse.savings.close()
         self._namespace.close()
-        if self.comparisons is not None:
-            self.comparisons.close()
+        self.comparisons.close()
 
     # -- lookups ------------------------------------------------------------------------------
 
@@ -279,8 +280,7 @@ class Session:
             if found is not None:
                 stored = found.stored
                 outcome = "hit" if stored == len(keys) else "partial"
-                if self.comparisons is not None:
-                    stored = before + self.comparisons.limit(found, before)
+                stored = before + self.comparisons.limit(found, before)
         self._stats.add("vua_lookups_total", label=outcome)
         self._stats.observe("vua_lookup_seconds", time.monotonic() - began)
         return stored - before
@@ -294,8 +294,7 @@ class Session:
             if stored > before:
                 stores[0].used(keys, stored)
                 found = PrefixMatch(keys, stored * model.chunk_tokens, stored, (), len(keys))
-                if self.comparisons is not None:
-                    self.comparisons.learn(found, places)
+                self.comparisons.learn(found, places)
                 return found
         except (VUAError, OSError) as problem:
             log.warning("VUA: a lookup failed: %s", problem)
@@ -316,9 +315,7 @@ class Session:
                     at += count
                     break
             else:
-                if len(stores) > 1 or self.comparisons is None:
-                    break
-                if (other := self.comparisons.look_beside()) is None:
+                if len(stores) > 1 or (other := self.comparisons.look_beside()) is None:
                     break
                 stores.append(other)
         return found, at
@@ -327,10 +324,25 @@ class Session:
 
     def load(self, name: str, keys: Sequence[ChunkKey], host_indices: torch.Tensor) -> int:
         """As `Transfers.load`, into the pool of that name."""
-        return self._transfers[name].load(keys, host_indices) if name in self._parts else 0
+        if name not in self._parts:
+            return 0
+        if name != self._first:  # the tokens are counted with the first pool
+            return self._transfers[name].load(keys, host_indices)
+        began, done, ended = time.monotonic(), 0, self.reuse.loading(keys)
+        try:
+            done = self._transfers[name].load(keys, host_indices)
+        finally:
+            ended(done)
+        outcome = "complete" if done == len(keys) else "partial" if done else "failed"
+        self._stats.add("vua_loads_total", label=outcome)
+        self._stats.add("vua_loaded_tokens_total", done * self._model.chunk_tokens)
+        self._stats.observe("vua_load_seconds", time.monotonic() - began)
+        return done
 
     def save(self, name: str, keys: Sequence[ChunkKey], host_indices: torch.Tensor) -> None:
         """As `Transfers.save`, out of the pool of that name, if this rank stores it."""
+        if name == self._first:
+            self.reuse.computed(keys)
         if name in self._parts and self._parts[name].writes:
             self._transfers[name].save(keys, host_indices)
 

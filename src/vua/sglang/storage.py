@@ -17,9 +17,7 @@ another kind is not cached.
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from functools import partial
 from typing import Any, Final
 
@@ -35,7 +33,7 @@ from sglang.srt.mem_cache.hicache_storage import (
 from sglang.srt.observability.metrics_collector import StorageMetrics
 
 from vua import native
-from vua.connector.cache_spec import Model, UncachedError, local_directory
+from vua.connector.cache_spec import UncachedError, local_directory
 from vua.connector.config import ConnectorConfig
 from vua.connector.log import logger
 from vua.connector.metrics import Families, Recorder
@@ -43,82 +41,12 @@ from vua.connector.opening import Opening
 from vua.errors import ConfigError, VUAError
 from vua.format.keys import KeyRun
 from vua.sglang.engine import Engine, passes_prefix_keys
-from vua.sglang.identity import described, setup_of, shard_of
-from vua.sglang.session import Part, Pools, Session, chunk_keys, settings_of
-from vua.sglang.transfers import HostPages
+from vua.sglang.identity import check_name, pools_of
+from vua.sglang.session import Pools, Session, chunk_keys, settings_of
 from vua.store.place import prepare
 from vua.weights import Identification, Weights, checkpoint_files, identify_weights
 
 log = logger("worker")
-
-KNOWN: Final = (PoolName.KV, PoolName.SWA)
-"""The pools that are stored, in the order of a model's groups."""
-
-
-def pools_of(
-    engine: Engine,
-    pools: Mapping[str, Any],
-    rank_config: Any,
-    *,
-    epoch: str,
-) -> Pools:
-    """Describe a rank's pools.
-
-    Args:
-        engine: whose K and V they hold.
-        pools: the host pools by SGLang's names.
-        rank_config: SGLang's ``HiCacheStorageConfig``.
-        epoch: the setting.
-
-    Raises:
-        UncachedError: the pools cannot be stored, shared or distinguished.
-        ConfigError: the model's code cannot be identified.
-        LayoutError: a pool of no layers, or of more than any model has.
-        OSError: a file of the model cannot be read.
-    """
-    _check_rank(rank_config)
-    for name in pools:
-        check_name(name)
-    latent = bool(rank_config.is_mla_model)
-    runner = engine.runner
-    setup = setup_of(runner, pools.values())
-    if setup.epoch:
-        log.warning(
-            "VUA: beside SGLang's own code this engine runs %s: it has a namespace of its own, "
-            "epoch %s",
-            *(", ".join(setup.unusual[:3]), epoch := f"{epoch}+{setup.epoch}"),
-        )
-    found = described(runner, pools, latent=latent, epoch=epoch, adapters=engine.adapters)
-    layers = range(runner.layer_info.start_layer, runner.layer_info.end_layer)
-    parts = {}
-    for name, group in found.groups.items():
-        pool = pools[name]
-        shard, writes = shard_of(group, layers, pool, rank_config.tp_rank, rank_config.tp_size)
-        own = replace(group, shards=((shard,),))
-        parts[name] = Part(own, HostPages(pool, latent=latent), writes)
-    groups = tuple(part.group for part in parts.values())
-    blocks = tuple(group.layout.chunk_tokens for group in groups)
-    quantised = runner.model_config.quantization is not None
-    model = Model(found.identity, groups, blocks, quantised, identified=False)
-    return Pools(parts, model, setup.digest, found.beside)
-
-
-def check_name(name: str) -> None:
-    """Raise UncachedError for a pool that is not stored."""
-    if name not in KNOWN:
-        raise UncachedError(
-            f"the engine has a pool {getattr(name, 'value', name)!r} (a state, an index or a "
-            "draft model), which is not stored"
-        )
-
-
-def _check_rank(rank_config: Any) -> None:
-    if rank_config.attn_cp_size > 1 or rank_config.dcp_size > 1:
-        msg = "with context parallelism a page is spread over ranks, which is not supported"
-        raise UncachedError(msg)
-    if rank_config.should_split_heads:
-        raise UncachedError("VUA divides pages at heads itself; leave out tp_lcm_size")
-
 
 RELEASE: Final = Version("0.5.23")
 """The backend is tested with it. It relies on more than the documented interface: which thread
@@ -286,20 +214,7 @@ class VUAHiCacheStorage(HiCacheStorage):
         Takes at most ``timeouts.io_s`` more than the storage needs for the loaded pages; the pool
         is not written afterwards.
         """
-        asked = self._asked(keys, extra_info)
-        if asked is None:
-            return [False] * len(keys)
-        (session, named), began, done = asked, time.monotonic(), 0
-        ended = session.reuse.loading(named)
-        try:
-            done = session.load(PoolName.KV, named, host_indices)
-        finally:
-            ended(done)
-        outcome = "complete" if done == len(keys) else "partial" if done else "failed"
-        self._stats.add("vua_loads_total", label=outcome)
-        self._stats.add("vua_loaded_tokens_total", done * self._config.chunk_tokens)
-        self._stats.observe("vua_load_seconds", time.monotonic() - began)
-        return [at < done for at in range(len(keys))]
+        return self._load(PoolName.KV, keys, host_indices, extra_info)
 
     def batch_get_v2(
         self,
@@ -307,14 +222,10 @@ class VUAHiCacheStorage(HiCacheStorage):
         extra_info: Any = None,
     ) -> dict[str, list[bool]]:
         """Load pages into the named pools. In each pool it ends at the first that is missing."""
-        brought = {}
-        for one in transfers:
-            keys, done = one.keys or [], 0
-            if one.host_indices is not None and (asked := self._asked(keys, extra_info)):
-                session, named = asked
-                done = session.load(one.name, named, one.host_indices)
-            brought[one.name] = [at < done for at in range(len(keys))]
-        return brought
+        return {
+            one.name: self._load(one.name, one.keys or [], one.host_indices, extra_info)
+            for one in transfers
+        }
 
     def batch_set_v1(
         self,
@@ -331,11 +242,7 @@ class VUAHiCacheStorage(HiCacheStorage):
 
         Returns True for each page, stored or not: for SGLang False would end the whole backup.
         """
-        if computed := self._asked(keys, extra_info):
-            session, named = computed
-            session.reuse.computed(named)
-            session.save(PoolName.KV, named, host_indices)
-        return [True] * len(keys)
+        return self._save(PoolName.KV, keys, host_indices, extra_info)
 
     def batch_set_v2(
         self,
@@ -346,12 +253,27 @@ class VUAHiCacheStorage(HiCacheStorage):
 
         Returns True for each page, as :meth:`batch_set_v1`.
         """
-        for one in transfers:
-            computed = self._asked(one.keys or [], extra_info)
-            if computed and one.host_indices is not None:
-                session, named = computed
-                session.save(one.name, named, one.host_indices)
-        return {one.name: [True] * len(one.keys or ()) for one in transfers}
+        return {
+            one.name: self._save(one.name, one.keys or [], one.host_indices, extra_info)
+            for one in transfers
+        }
+
+    def _load(
+        self, name: str, keys: Sequence[str], host_indices: torch.Tensor | None, extra_info: Any
+    ) -> list[bool]:
+        done = 0
+        if host_indices is not None and (asked := self._asked(keys, extra_info)):
+            session, named = asked
+            done = session.load(name, named, host_indices)
+        return [at < done for at in range(len(keys))]
+
+    def _save(
+        self, name: str, keys: Sequence[str], host_indices: torch.Tensor | None, extra_info: Any
+    ) -> list[bool]:
+        if host_indices is not None and (computed := self._asked(keys, extra_info)):
+            session, named = computed
+            session.save(name, named, host_indices)
+        return [True] * len(keys)
 
     def _asked(self, keys: Sequence[str], extra_info: Any) -> tuple[Session, KeyRun] | None:
         """Return where pages are moved, and their names."""
@@ -373,11 +295,10 @@ class VUAHiCacheStorage(HiCacheStorage):
                 self._session = Session(
                     *(pools, opened, self._config, self._stats, seed), engine.proof
                 )
-            compares = None if self._session is None else self._session.comparisons
-            if compares is not None and compares.leave is not None:
-                self._refuse(compares.leave)
+            if (session := self._session) is not None and session.comparisons.leave is not None:
+                self._refuse(session.comparisons.leave)
                 return None
-            return self._session
+            return session
 
     # -- the rest of SGLang's interface -------------------------------------------------------
 

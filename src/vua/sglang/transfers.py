@@ -390,8 +390,8 @@ class Transfers:
         stats: Recorder,
         *,
         proof: Callable[[], Callable[[], bool]],
-        writer: str = "",
-        believed: Comparisons | None = None,
+        writer: str,
+        believed: Comparisons,
     ) -> None:
         """Move ``shard`` between the chunks of ``store`` and ``pages``; count in ``stats``.
 
@@ -421,7 +421,7 @@ class Transfers:
         self._saves.close()
 
     def _sources(self) -> list[ShardFiles]:
-        other = self._believed.beside(self._store) if self._believed is not None else None
+        other = self._believed.beside(self._store)
         if other is not None and other is not self._files[-1].store:
             self._files = [self._files[0], ShardFiles(other, self._shard)]
         return [*self._files]
@@ -457,9 +457,8 @@ class Transfers:
                 rest = work.keys[work.done :]
                 for _ in sources[0].weed(work.buffer, rest, reason, job, believed=believed):
                     pass  # reading them puts damaged files aside; SGLang is not told
-        if believed is not None:
-            for files in sources:
-                believed.learn_refused(files.store)
+        for files in sources:
+            believed.learn_refused(files.store)
 
     def _load(self, job: Job[_Work], sources: list[ShardFiles]) -> str:
         """Load while a caller waits; return why it stopped, "" at the end of the keys.
@@ -534,7 +533,7 @@ class Transfers:
     def _compare(self, job: Job[_Work], keys: Sequence[ChunkKey]) -> None:
         believed = self._believed
         for place, key in enumerate(keys):
-            if believed is not None and believed.wants(self._store, key):
+            if believed.wants(self._store, key):
                 try:
                     computed = [one[place] for one in job.what.buffer.arrays]
                     believed.compare(self._sources(), key, computed)

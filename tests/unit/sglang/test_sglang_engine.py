@@ -20,10 +20,9 @@ from safetensors.torch import save_file
 
 from commands import run_json
 from helpers import DirectoryTest, until
+from sglang_case import transfers_of
 from vua.connector.cache_spec import Group, Model, UncachedError
-from vua.connector.config import ConnectorConfig
 from vua.connector.config import sglang_arguments as engine_arguments
-from vua.connector.metrics import Recorder
 from vua.errors import ConfigError
 from vua.format.identity import Identity
 from vua.format.keys import KeyChain, token_ids
@@ -143,10 +142,7 @@ class PoolTest(DirectoryTest):
         namespace = Namespace.create(self.root, identity, [layout])
         self.addCleanup(namespace.close)
         pages = HostPages(pool, latent=not layout.v_dim)
-        config = ConnectorConfig(shared_storage_path=str(self.root))
-        made = Transfers(
-            *(namespace.stores[0], shard, pages, config, Recorder()), proof=lambda: lambda: True
-        )
+        made = transfers_of(self.root, namespace, shard, pages)
         self.addCleanup(made.close)
         return made
 
