@@ -108,8 +108,12 @@ class GPUConnectorInterface(ABC):
             self.to_gpu(memory_obj, start, end, **kwargs)
 
 
-class _Connector(GPUConnectorInterface):
-    """Base of connectors; a subclass knows where a sequence's tokens are in the engine's cache."""
+class VLLMPagedMemGPUConnector(GPUConnectorInterface):
+    """For paged caches: ``kvcaches[layer]`` is (K, V), ``[blocks, block_size, heads, head_size]``.
+
+    ``slot_mapping``, int64, has one slot per token of the whole sequence. A token with a negative
+    slot is skipped on both sides; callers keep [start, end) clear of such.
+    """
 
     _format = MemoryFormat.KV_BLOB
     _marks = False
@@ -232,7 +236,7 @@ class _Connector(GPUConnectorInterface):
         return self._slots(kwargs, start, end)
 
 
-class VLLMNestedTupleGPUConnector(_Connector):
+class VLLMNestedTupleGPUConnector(VLLMPagedMemGPUConnector):
     """For contiguous caches: ``kvcaches[layer]`` is a pair (K, V) of ``[num_tokens, ...]``.
 
     The pairs hold the whole sequence; the axes after the token axis have ``hidden_dim_size``
@@ -250,15 +254,7 @@ class VLLMNestedTupleGPUConnector(_Connector):
         return torch.arange(start, end)
 
 
-class VLLMPagedMemGPUConnector(_Connector):
-    """For paged caches: ``kvcaches[layer]`` is (K, V), ``[blocks, block_size, heads, head_size]``.
-
-    ``slot_mapping``, int64, has one slot per token of the whole sequence. A token with a negative
-    slot is skipped on both sides; callers keep [start, end) clear of such.
-    """
-
-
-class VLLMPagedMemGPUConnectorV2(_Connector):
+class VLLMPagedMemGPUConnectorV2(VLLMPagedMemGPUConnector):
     """For paged caches in any layout that vLLM has had: one tensor or one (K, V) pair per layer.
 
     Beside the pairs of :class:`VLLMPagedMemGPUConnector`: ``[2, blocks, block_size, heads, size]``,
