@@ -236,7 +236,7 @@ def attention_that_counts(runner: Any) -> dict[str, Any]:
     has them; an engine whose results must be equal bit by bit shares only with engines like it.
     """
     arguments, found = runner.server_args, dict[str, Any]()
-    backends = sorted({str(one) for one in _backends(runner)})
+    backends = sorted({runner.prefill_attention_backend_str, runner.decode_attention_backend_str})
     layers = list(runner.model.modules())
     capped = any(getattr(one, "logit_cap", None) for one in layers)
     tempered = any(getattr(one, "xai_temperature_len", -1) > 0 for one in layers)
@@ -254,16 +254,6 @@ def attention_that_counts(runner: Any) -> dict[str, Any]:
     if (precision := torch.get_float32_matmul_precision()) != "highest":
         found["float32_matmul_precision"] = precision
     return found
-
-
-def _backends(runner: Any) -> Iterator[object]:
-    arguments = runner.server_args
-    resolved = [
-        getattr(runner, f"{kind}_attention_backend_str", None) for kind in ("prefill", "decode")
-    ]
-    given = [arguments.prefill_attention_backend, arguments.decode_attention_backend]
-    for one, other in zip(resolved, given, strict=True):
-        yield one or other or arguments.attention_backend
 
 
 # -- values --------------------------------------------------------------------------------------

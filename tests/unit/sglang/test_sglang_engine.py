@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 import time
 import unittest
@@ -18,16 +17,14 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from commands import run_json
 from helpers import DirectoryTest, until
 from sglang_case import transfers_of
 from vua.connector.cache_spec import Group, Model, UncachedError
-from vua.connector.config import sglang_arguments as engine_arguments
 from vua.errors import ConfigError
 from vua.format.identity import Identity
 from vua.format.keys import KeyChain, token_ids
 from vua.format.layout import KVLayout, Shard
-from vua.sglang.session import chunk_keys, settings_of
+from vua.sglang.session import chunk_keys
 from vua.sglang.transfers import HostPages, Transfers
 from vua.store.namespace import Namespace
 
@@ -414,25 +411,6 @@ class BackendTest(DirectoryTest):
         """An engine not watched from its start on is refused: its weights may be others."""
         with self.assertRaisesRegex(UncachedError, "start SGLang with VUA"):
             Scheduler().attach()
-
-
-class ArgumentsTest(unittest.TestCase):
-    def test_command_line(self) -> None:
-        """`vua args sglang` prints what an engine is given."""
-        words = run_json("args", "sglang", "/mnt/kv")[1]["arguments"]
-        given = engine_arguments("/mnt/kv")
-        for name, value in given.items():
-            option = f"--{name.replace('_', '-')}"
-            self.assertIn(option, words)
-            if value is not True:
-                said = words[words.index(option) + 1]
-                if name.endswith("extra_config"):
-                    self.assertEqual(json.loads(value), json.loads(said))
-                else:
-                    self.assertEqual(str(value), said)
-        extra = json.loads(given["hicache_storage_backend_extra_config"])
-        extra.pop("hicache_storage_pass_prefix_keys")
-        self.assertEqual("/mnt/kv", settings_of(extra).shared_storage_path)
 
 
 class Storing(Scheduler):

@@ -321,14 +321,13 @@ class SetupTest(DirectoryTest):
         def kernels(cap: float, backend: str, *, exact: bool = False) -> dict[str, Any]:
             layer = torch.nn.Linear(4, 4)
             layer.logit_cap = cap
-            arguments = SimpleNamespace(
-                attention_backend=backend,
-                prefill_attention_backend=None,
-                decode_attention_backend=None,
-                enable_deterministic_inference=exact,
-                device="cpu",
+            arguments = SimpleNamespace(enable_deterministic_inference=exact, device="cpu")
+            chosen = dict.fromkeys(
+                ("prefill_attention_backend_str", "decode_attention_backend_str"), backend
             )
-            return attention_that_counts(SimpleNamespace(model=layer, server_args=arguments))
+            return attention_that_counts(
+                SimpleNamespace(model=layer, server_args=arguments, **chosen)
+            )
 
         for cap, backend in ((0.0, "torch_native"), (0.0, "triton"), (50.0, "triton")):
             self.assertEqual({}, kernels(cap, backend))
