@@ -221,8 +221,7 @@ class ShardFiles:
 
         Other damaged chunks are then out of sight before the recomputed ones are saved; otherwise
         each load would find, and heal, only one. For reasons that say nothing about a file nothing
-        is known to be gone. Begins with the first of the keys; ``reason`` None: it is read, too.
-        Reads while it ``goes_on``.
+        is known to be gone. Begins with the first of the keys. Reads while it ``goes_on``.
         """
         loader = self._loader(buffer)
         while reason not in UNJUDGED:

@@ -76,10 +76,6 @@ class WitnessOrder:
     number: int
     block_ids: list[list[int]]
     parts: list[tuple[int, Sequence[ChunkKey]]]
-    request_id: str = ""
-    stored: list[tuple[int, Sequence[ChunkKey]]] = field(default_factory=list)
-    """Per group: all chunks that the request has computed although they are stored. They are read,
-    too, if one of the compared chunks is damaged or missing."""
 
 
 @dataclass(frozen=True, slots=True)

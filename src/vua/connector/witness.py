@@ -15,8 +15,7 @@ compares stored chunks of other writers with what it computes (`vua.connector.wo
   The prompt of a drawn one is computed, and the chunk compared. What these draws show about all
   chunks is a metric (`vua.connector.proved`).
 - A writer with a differing chunk is put aside, also one of this setup: this engine, and those of
-  its setup, load nothing of it. If several writers differ, and more than agree, this engine is
-  probably the odd one: it leaves the namespace.
+  its setup, load nothing of it. An engine whose own chunks differ leaves the namespace.
 
 A comparison loads nothing of its prompt: no token depends on unproved chunks, and no differing
 chunk has been computed on top of them. This engine's own chunks are trusted, and drawn
@@ -52,10 +51,8 @@ _COMPLAIN_AFTER: Final = 3
 _QUEUE_S: Final = 600.0
 """How long a prompt may wait for its turn in an engine that does not tell."""
 _MOST_CHUNKS: Final = 8
-_MOST_KNOWN: Final = 1 << 12
-"""Writers of whom it is counted whether they agree."""
-_ODD: Final = 2
-"""Writers that must differ, at least, before this engine considers itself the odd one."""
+_MOST_TOLD: Final = 1 << 12
+"""Reasons that are remembered, so that each is logged once."""
 _NAMELESS: Final = frozenset((written_name("").encode(),))
 _ASIDE: Final = (
     "VUA: what the writer [%s] has stored in namespace %s is not what this engine computes: %s. "
@@ -64,10 +61,11 @@ _ASIDE: Final = (
     "this engine: its own prefix cache may hold them"
 )
 _LEAVES: Final = (
-    "this engine does not compute what is stored under its identity in namespace {}: {}. It leaves "
-    "that namespace. It differs from the engines that write there in something that VUA does not "
-    'see: find it, or give it another "epoch" setting. If this was not the first comparison since '
-    "the start, restart this engine: its own prefix cache may hold what was loaded before"
+    "this engine does not compute what is stored under its identity in namespace {}: what it has "
+    "stored itself differs, {}. It leaves that namespace. Something changes what it computes that "
+    'VUA does not see: find it, or give it another "epoch" setting. If this was not the first '
+    "comparison since the start, restart this engine: its own prefix cache may hold what was "
+    "loaded before"
 )
 
 
@@ -80,7 +78,6 @@ class _Case:
     kind: Kind
     chunks: tuple[int, ...]
     drawn: int | None
-    computed: range
     awaited: frozenset[bytes]
     """Writers whose chunks are not loaded before the verdict."""
     began_s: float
@@ -128,17 +125,14 @@ class Witness:
         place = config.directory, model.identity.namespace, config.security
         self.known, self._tally = KnownWriters(*place), Tally(*place)
         self.be_of(setup, writer)
-        self._aside: set[bytes] = set()
-        self._agreed: set[bytes] = set()
-        """Other writers whose latest comparison agreed."""
+        self._aside = 0
+        """Writers that this engine has put aside."""
         self._cases: dict[str, _Case] = {}
         """Those whose chunks are still to be computed, by the request's id."""
         self._ordered: dict[int, _Case] = {}
         self._pending: dict[tuple[Kind, bytes], _Case] = {}
         self._unanswered = 0
         self._chance = chance or random.Random()  # noqa: S311
-        self._until_next = self._chance.expovariate(1.0)
-        """Distance to the next draw, in mean distances."""
         self._loads, self._chunks = 0, 0
         self._asked: set[str] = set()
         """Requests that took part in the draw, which may ask again."""
@@ -180,22 +174,13 @@ class Witness:
             return tokens
         if unproved:
             return self._first_time(request, kind, found, local_tokens, unproved)
-        due = self._again(request, kind, found, (local_tokens, tokens))
-        return 0 if due else tokens
-
-    def _again(
-        self,
-        request: Any,
-        kind: Kind,
-        found: PrefixMatch,
-        span: tuple[int, int],
-    ) -> bool:
         if request.request_id in self._asked or not self._every:
-            return False
+            return tokens
         self._asked.add(request.request_id)
         size = self._model.chunk_tokens
-        drawn = self._draw(-(-span[0] // size), -(-span[1] // size))
-        return drawn is not None and self._begin(request, kind, found, span[0], drawn)
+        drawn = self._draw(-(-local_tokens // size), -(-tokens // size))
+        due = drawn is not None and self._begin(request, kind, found, local_tokens, drawn)
+        return 0 if due else tokens
 
     def _believed_tokens(
         self, kind: Kind, found: PrefixMatch, local_tokens: int
@@ -228,22 +213,10 @@ class Witness:
         return chunk * self._model.chunk_tokens // align * align if self._model.plain else 0
 
     def _is_proved(self, kind: Kind, writer: bytes) -> bool:
-        if writer == self._own:
-            return True
-        known = self.known.holds(kind, writer)
-        if known:
-            self._agree(writer)
-        return known
-
-    def _agree(self, writer: bytes) -> None:
-        if not self._is_aside(writer) and len(self._agreed) < _MOST_KNOWN:
-            self._agreed.add(writer)
+        return writer == self._own or self.known.holds(kind, writer)
 
     def _is_aside(self, writer: bytes) -> bool:
-        aside = writer != self._own and self.known.is_aside(writer)
-        if aside and len(self._aside) < _MOST_KNOWN:
-            self._aside.add(writer)
-        return aside
+        return writer != self._own and self.known.is_aside(writer)
 
     def _first_time(
         self,
@@ -280,13 +253,8 @@ class Witness:
         if stop <= first:
             return None
         self._loads, self._chunks = self._loads + 1, self._chunks + stop - first
-        distance = self._every * self._chunks / self._loads
-        ahead = self._until_next * distance
-        if ahead >= stop - first:
-            self._until_next = (ahead - (stop - first)) / distance
-            return None
-        self._until_next = self._chance.expovariate(1.0)
-        return first + int(ahead)
+        ahead = int(self._chance.random() * self._every * self._chunks / self._loads)
+        return first + ahead if first + ahead < stop else None
 
     def _begin(
         self,
@@ -317,27 +285,23 @@ class Witness:
         self._numbers += 1
         case = _Case(
             *(self._numbers, request.request_id, kind, tuple(sorted(chunks)), drawn),
-            *(range(first, found.stored), awaited, self._clock(), self._model.workers),
+            *(awaited, self._clock(), self._model.workers),
         )
         self._cases[request.request_id] = case
         for writer in awaited:
             self._pending.setdefault((kind, writer), case)
-        self._tell_why(case)
-        return True
-
-    def _tell_why(self, case: _Case) -> None:
-        if case.awaited:
+        why = f"drawn at random, one load in {self._every}: others load meanwhile"
+        if awaited:
             why = "[{}] has another setup and is not compared yet: prompts load once it agrees"
-            why = why.format("], [".join(map(in_words, sorted(case.awaited))))
-        else:
-            why = f"drawn at random, one load in {self._every}: others load meanwhile"
-        tokens = len(case.computed) * self._model.chunk_tokens
+            why = why.format("], [".join(map(in_words, sorted(awaited))))
+        tokens = (found.stored - first) * self._model.chunk_tokens
         self.tell_computed(tokens, case.request_id, why, " to compare them")
+        return True
 
     def tell_computed(self, tokens: int, request_id: str, why: str, what: str = "") -> None:
         """Say that a prompt is computed although it is stored, and why; each reason once."""
         level = logging.DEBUG if why in self._told else logging.INFO
-        if len(self._told) < _MOST_KNOWN:
+        if len(self._told) < _MOST_TOLD:
             self._told.add(why)
         text = "VUA: %d stored tokens of request %s are computed%s (%s)"
         log.log(level, text, tokens, request_id, what, why)
@@ -393,11 +357,8 @@ class Witness:
         case.ordered_s = self._clock()
         self._ordered[case.number] = case
         parts: list[tuple[int, Sequence[ChunkKey]]] = []
-        stored: list[tuple[int, Sequence[ChunkKey]]] = []
-        run = found.keys.run(case.computed.start, case.computed.stop)
         for group in self._model.leading:
             number = self._model.groups.index(group)
-            stored.append((number, run))
             held = [at for at in case.chunks if self._model.in_blocks(group, at, tables)]
             if held:
                 parts.append((number, [found.keys[chunk] for chunk in held]))
@@ -405,7 +366,7 @@ class Witness:
                     answers = case.expected.get(chunk * size, 0) + self._model.workers
                     case.expected[chunk * size] = answers
         blocks = [list(table) for table in tables]
-        return WitnessOrder(case.number, blocks, parts, request_id, stored)
+        return WitnessOrder(case.number, blocks, parts)
 
     def gone(self, request_id: str) -> None:
         """Note that a request has ended; a comparison waiting for it is dropped."""
@@ -454,10 +415,8 @@ class Witness:
             self._stats.set("vua_witness_distance", worst.ratio)
             for writer in bad:
                 self._put_aside(writer, worst.text)
-        for writer in writers - bad:
-            self._agree(writer)
-            if writer != self._own:
-                self.known.add(case.kind, writer)
+        for writer in writers - bad - {self._own}:
+            self.known.add(case.kind, writer)
         if good:
             self._unanswered = 0
             ratio = max(one.ratio for at in good for one in case.found[at])
@@ -471,7 +430,6 @@ class Witness:
                 )
         elif not differing:
             self._no_answer(case)
-        self._judge_oneself()
 
     def _count(self, start: int, whole: set[int], differing: Sequence[int]) -> None:
         """Count the result of a drawn chunk, on a thread: that touches the file system."""
@@ -495,26 +453,14 @@ class Witness:
             )
 
     def _put_aside(self, writer: bytes, text: str) -> None:
+        namespace = self._model.identity.namespace
         if writer == self._own:
-            self._leave = _LEAVES.format(
-                self._model.identity.namespace, f"what it has stored itself differs, {text}"
-            )
-            return
-        if self._is_aside(writer):
-            return
-        self.known.put_aside(writer)
-        self._agreed.discard(writer)
-        self._is_aside(writer)
-        self._stats.set("vua_writers_aside", len(self._aside))
-        log.error(_ASIDE, in_words(writer), self._model.identity.namespace, text)
-
-    def _judge_oneself(self) -> None:
-        aside = len(self._aside)
-        if aside >= _ODD and aside > len(self._agreed) and self._leave is None:
-            self._leave = _LEAVES.format(
-                self._model.identity.namespace,
-                f"{aside} writers differ from it and {len(self._agreed)} agree",
-            )
+            self._leave = _LEAVES.format(namespace, text)
+        elif not self._is_aside(writer):
+            self.known.put_aside(writer)
+            self._aside += 1
+            self._stats.set("vua_writers_aside", self._aside)
+            log.error(_ASIDE, in_words(writer), namespace, text)
 
 
 def _runs(found: PrefixMatch) -> Iterator[tuple[int, int, frozenset[bytes]]]:

@@ -47,7 +47,6 @@ from vua.connector.metrics import Recorder, Series, record_requests
 from vua.connector.opening import OpenedNamespace, Opening, close_within
 from vua.connector.weights_watch import EngineState
 from vua.connector.write_queue import WriteQueue
-from vua.device.buffers import StagingBuffer
 from vua.device.gds import Gds
 from vua.device.staging import Fence
 from vua.errors import ConfigError
@@ -56,7 +55,6 @@ from vua.format.keys import ChunkKey
 from vua.format.layout import Shard
 from vua.io.pool import Breaker, Job, Pool
 from vua.io.words import counted
-from vua.store.store import UNJUDGED
 from vua.weights import Identification, Weights
 
 
@@ -99,6 +97,10 @@ class Comparisons:
     def cannot(self, order: WitnessOrder, why: str = "the worker cannot read its blocks") -> None:
         self._tell(Verdict(order.number, text=why))
 
+    def _tell(self, verdict: Verdict) -> None:
+        with self._reporter.writing() as report:
+            report.verdicts.append(verdict)
+
     def give_up(self) -> None:
         self._pool.give_up()
 
@@ -111,22 +113,19 @@ class Comparisons:
         self._pool.close(timeout_s=timeout_s)
 
     def _compare(self, job: Job[_Comparison]) -> None:
-        order = job.what.order
-        verdict, gone = Verdict(order.number, text="an error, see the log"), None
+        verdict = Verdict(job.what.order.number, text="an error, see the log")
         try:
-            verdict, is_hurt = self._judge(job)
-            if is_hurt:
-                gone = self._weed(job)
+            verdict = self._judge(job)
         except Exception:  # likewise
             log.exception("a chunk could not be compared")
         finally:
             self._give_back(job.what)
             if job.settle():
-                self._tell(verdict, order.request_id, gone)
+                self._tell(verdict)
 
-    def _judge(self, job: Job[_Comparison]) -> tuple[Verdict, bool]:
+    def _judge(self, job: Job[_Comparison]) -> Verdict:
         found: list[ComparisonResult] = []
-        missing, is_hurt = "there was no whole chunk to compare", False
+        missing = "there was no whole chunk to compare"
 
         def computed(group: GroupTransfer, buffer: Any) -> list[torch.Tensor]:
             group.fetch([buffer])
@@ -141,34 +140,10 @@ class Comparisons:
             name = f"chunk {key.name[:12]}"
             if isinstance(agreement, str):
                 missing = f"{name}: its file is {agreement}"
-                is_hurt |= agreement not in UNJUDGED
                 continue
             text = f"{name}, tokens from {key.start}: {agreement}"
             found.append(ComparisonResult(key.start, writers, agreement.ratio, text))
-        return Verdict(job.what.order.number, tuple(found), "" if found else missing), is_hurt
-
-    def _weed(self, job: Job[_Comparison]) -> int | None:
-        """Read all stored chunks that the request has computed; the first token of what is gone.
-
-        The damaged ones are then out of sight, and the request stores the prompt anew, all at once:
-        otherwise each comparison would find, and heal, only the chunks that it compares.
-        """
-        gone: list[int] = []
-        for number, keys in job.what.order.stored:
-            group = job.what.groups[number]
-            buffer = StagingBuffer(group.group.layout, group.shard, 1)
-            files = ShardFiles(group.store, group.shard)  # the group's own would keep the buffer
-            for key in files.weed(buffer, keys, None, job, goes_on=lambda: job.wanted):
-                group.tell_gone(key.prefix_hash, group.shard)
-                gone.append(key.start)
-        return min(gone, default=None)
-
-    def _tell(self, verdict: Verdict, request_id: str = "", gone: int | None = None) -> None:
-        with self._reporter.writing() as report:
-            report.verdicts.append(verdict)
-            if gone is not None:  # the request has computed it, and may store it
-                report.lacks(request_id, gone)
-                report.retry.add(request_id)
+        return Verdict(job.what.order.number, tuple(found), "" if found else missing)
 
     @staticmethod
     def _give_back(what: _Comparison) -> None:

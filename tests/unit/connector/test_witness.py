@@ -234,19 +234,6 @@ class WitnessTest(EngineTest):
         self.assertEqual(32, self.ask(witness, "b", found_of(2, first=0)))
         self.assertEqual(0, self.ask(witness, "c", found_of(6, seed=9, later=0)))  # not proved
 
-    def test_the_odd_one(self) -> None:
-        """Where several writers differ, and fewer agree, it is this engine that has to leave."""
-        witness = self.witness()
-        with self.assertLogs("vllm.vua.scheduler", "ERROR"):
-            self.ask(witness, "a", found_of(4, one=0), "one")
-            self.assertIsNone(self.left)
-            self.ask(witness, "b", found_of(4, good=0))
-            self.ask(witness, "c", found_of(4, good2=0))
-            self.ask(witness, "d", found_of(4, two=0), "two")
-            self.assertIsNone(self.left)
-            self.ask(witness, "e", found_of(4, three=0), "three")
-        self.assertRegex(self.left or "", "3 writers differ from it and 2 agree")
-
     def test_own_chunks_differ(self) -> None:
         """An engine that computes other things than it did leaves."""
         witness, found = self.witness(witness_every=1), found_of(4, own=0)
