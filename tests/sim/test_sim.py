@@ -182,7 +182,7 @@ def windows_are_not_looked_up(patches: ExitStack) -> None:
     def longest(kinds: Any, stored: int, most: int, _missing: Any, align: int) -> int:
         return longest_prefix(kinds, stored, most, lambda *_: None, align)
 
-    patches.enter_context(mock.patch("vua.connector.prefix_match.longest_prefix", longest))
+    patches.enter_context(mock.patch("vua.connector.lookup.longest_prefix", longest))
 
 
 FIRST_SEED = int(os.environ.get("VUA_TEST_SEED", "0"))

@@ -24,8 +24,8 @@ from vua.connector.cache_spec import Model
 from vua.connector.config import ConnectorConfig
 from vua.connector.events import KVEventPublisher
 from vua.connector.extras import Adapter, Media
-from vua.connector.load_policy import NOTHING_STORED, LoadDecision
-from vua.connector.lookup import Lookup
+from vua.connector.load_policy import NOTHING_STORED, LoadDecision, Replies
+from vua.connector.lookup import Lookup, PrefixMatch
 from vua.connector.metadata import (
     ConnectorMetadata,
     GroupLoad,
@@ -35,8 +35,6 @@ from vua.connector.metadata import (
     Tables,
 )
 from vua.connector.metrics import Recorder
-from vua.connector.prefix_match import PrefixMatch
-from vua.connector.replies import Replies
 from vua.connector.request import RequestOptions, SaveHints
 from vua.connector.witness import Witness
 from vua.format.keys import ChunkKey, KeyChain, KeyRun, token_ids

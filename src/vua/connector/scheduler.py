@@ -21,7 +21,7 @@ from vua.connector.events import KVEventPublisher
 from vua.connector.extras import Adapter, AdapterBook, Media
 from vua.connector.load_policy import NOTHING_STORED, TO_COMPARE, LoadPolicy
 from vua.connector.log import ROOT, logger
-from vua.connector.lookup import Lookup, Lookups, StepPatience, answer_early
+from vua.connector.lookup import Lookup, Lookups, PrefixMatch, StepPatience, answer_early
 from vua.connector.metadata import (
     ConnectorMetadata,
     LoadOrder,
@@ -32,7 +32,6 @@ from vua.connector.metadata import (
 )
 from vua.connector.metrics import Recorder, Series, record_requests
 from vua.connector.opening import Opening, close_within
-from vua.connector.prefix_match import PrefixMatch
 from vua.connector.proved import written
 from vua.connector.request import OptionReader, RequestOptions
 from vua.connector.save_scheduler import RequestState, SaveScheduler, to_load

@@ -36,9 +36,9 @@ from typing import Any, Final
 from vua.connector.cache_spec import Model
 from vua.connector.config import ConnectorConfig
 from vua.connector.log import logger
+from vua.connector.lookup import PrefixMatch
 from vua.connector.metadata import ComparisonResult, Verdict, WitnessOrder
 from vua.connector.metrics import Recorder
-from vua.connector.prefix_match import PrefixMatch
 from vua.connector.proved import NOTES, Kind, KnownWriters, Tally
 from vua.format.entry import written_name
 from vua.format.keys import ChunkKey

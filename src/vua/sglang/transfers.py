@@ -31,9 +31,9 @@ from vua.connector.cache_spec import Model, UncachedError
 from vua.connector.config import ConnectorConfig
 from vua.connector.group_transfer import ShardFiles, load_chunks, outcomes_of
 from vua.connector.log import WarnOnce, logger
+from vua.connector.lookup import PrefixMatch
 from vua.connector.metadata import ComparisonResult, Verdict
 from vua.connector.metrics import Recorder
-from vua.connector.prefix_match import PrefixMatch
 from vua.connector.witness import Witness
 from vua.device.buffers import StagingBuffer, StagingPool
 from vua.device.cpu_pages import PagedKV, latent_form

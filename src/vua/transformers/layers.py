@@ -15,11 +15,10 @@ from typing import NamedTuple
 
 import torch
 
-from vua.connector import prefix_match
 from vua.connector.cache_spec import Group, Model
 from vua.connector.config import ConnectorConfig
-from vua.connector.load_policy import LoadPolicy
-from vua.connector.replies import Replies
+from vua.connector.load_policy import LoadPolicy, Replies
+from vua.connector.lookup import find
 from vua.connector.savings import Savings
 from vua.connector.setup import devices
 from vua.core import VUAConfig
@@ -119,7 +118,7 @@ class StoredLayers:
             keys = namespace.keys(token_ids(ids))
             self._replies.asked(keys.run(0, len(keys)).prefix_hashes)
             tokens = len(keys) * model.chunk_tokens
-            return prefix_match.find(
+            return find(
                 *(model, namespace.stores, keys, tokens + 1), window_every_tokens=None
             ).tokens
         except OSError as problem:
@@ -216,7 +215,7 @@ class StoredLayers:
             loaded: tokens that :meth:`read` returned. They are stored if a lookup finds them, too;
                 what is computed after a hole is stored from the hole on.
             prompt: tokens of the prompt; what follows was generated, and is stored as long as
-                later prompts begin with such tokens (`vua.connector.replies`). None: all of it.
+                later prompts begin with such tokens (`vua.connector.load_policy`). None: all of it.
 
         Raises:
             LayoutError: the directory holds other shapes for this model.

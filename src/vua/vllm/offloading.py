@@ -29,7 +29,7 @@ from vllm.v1.kv_offload.base import LookupResult, ReqContext
 from vua.connector.cache_spec import UncachedError, refused
 from vua.connector.extras import AdapterBook, AdapterNote, Media, together
 from vua.connector.log import WarnOnce, logger
-from vua.connector.prefix_match import branches
+from vua.connector.lookup import branches
 from vua.connector.setup import code_of, joined
 from vua.errors import ConfigError, VUAError
 from vua.vllm.cache_spec import _name, _specs_of, is_causal, known_kind, stored_as

@@ -1,4 +1,4 @@
-"""Mirrors `vua.connector.prefix_match`: how long a hit is, and what is worth storing."""
+"""Mirrors `vua.connector.lookup`: how long a hit is, and what is worth storing."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import pytest
 from helpers import DirectoryTest, save_chunk
 from vua.catalog.prefix import group_state, loadable
 from vua.connector.cache_spec import Group, Model
-from vua.connector.prefix_match import branches, find, longest
+from vua.connector.lookup import branches, find, longest
 from vua.device.buffers import StagingBuffer
 from vua.format.identity import Identity
 from vua.format.keys import KeyChain, token_ids

@@ -32,9 +32,9 @@ pytestmark = pytest.mark.vllm
 
 if find_spec("vllm"):
     from vua.connector.config import ConnectorConfig, Timeouts
+    from vua.connector.lookup import PrefixMatch
     from vua.connector.metadata import ComparisonResult, Verdict
     from vua.connector.metrics import Recorder
-    from vua.connector.prefix_match import PrefixMatch
     from vua.connector.proved import KnownWriters, Tally, kind_of, upper_bound, written
     from vua.connector.witness import Witness
 
