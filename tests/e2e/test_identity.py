@@ -230,48 +230,27 @@ class LoraTest(EngineTest):
         return self.serve(*batches, engine=ADAPTERS)
 
     def test_each_has_its_own(self) -> None:
-        """Requests with either adapter and without share nothing; each finds its own again."""
+        """Requests with either adapter share nothing; each finds its own again.
+
+        Those without are not cached: vLLM's CPU build may apply the adapter in the last slot to
+        them. A prompt with an adapter is computed beside them as it is alone.
+        """
         one, two = self.paths
         in_turn = [self.ask(one), self.ask(two), self.ask(None)]
         expected = self.fill(*in_turn, engine=ADAPTERS)
         self.assertEqual(3, len(set(map(tuple, expected))))  # they do change the tokens
-        self.assertEqual(30, len(stored(self.root)))
+        self.assertEqual(20, len(stored(self.root)))
 
-        # A request without adapter in one batch with others gets theirs in vLLM 0.32's CPU build,
-        # with or without a connector: so it comes by itself.
         for batches in (in_turn, [self.ask(one, two), self.ask(None)]):
             warm = self.warm(*batches)
-            self.assertEqual([expected, [640] * 3], [warm.tokens, warm.cached])
-            self.assertEqual(3 * 640, warm.counts["tokens_loaded"])
-        self.assertEqual(30, len(stored(self.root)))
+            self.assertEqual([expected, [640, 640, 0]], [warm.tokens, warm.cached])
+            self.assertEqual(2 * 640, warm.counts["tokens_loaded"])
+        beside = self.warm(Batch([PROMPT, tokens(30, seed=4)], loras=[one, None]))
+        self.assertEqual(expected[:1], beside.tokens[:1])
+        self.assertEqual(20, len(stored(self.root)))
 
         plain = self.serve(Batch([PROMPT]))  # an engine that knows no adapters
-        self.assertEqual([expected[2:], [640]], [plain.tokens, plain.cached])
-
-    def test_beside_an_adapter(self) -> None:
-        """What vLLM's CPU build computes of a prompt beside another one's adapter is not stored.
-
-        It applies the adapter in the last slot to both. A prompt with an adapter is computed as it
-        is without others, and stored.
-        """
-        one, short = self.paths[0], tokens(20, seed=2)
-        engine = {**ADAPTERS, "max_loras": 1, "enable_prefix_caching": True}
-        engine["long_prefill_token_threshold"] = 96  # the short one comes in meanwhile
-        known, plain, adapted = Batch([short], loras=[one]), Batch([PROMPT]), self.ask(one)
-        beside = Batch([PROMPT, tokens(30, seed=3)], loras=[None, one], max_tokens=40)
-        reverse = Batch([PROMPT, tokens(30, seed=4)], loras=[one, None], max_tokens=40)
-        expected, alone = self.baseline(plain), self.baseline(adapted, engine=engine)
-
-        # the last one begins with blocks of the one before
-        mixed = self.serve(known, beside, plain, engine=engine)
-
-        self.assertNotEqual(expected, [mixed.tokens[1][:16]])
-        found = self.serve(plain)
-        self.assertEqual(expected, found.tokens)
-        self.assertGreater(640, found.cached[0])
-        self.serve(known, reverse, engine=engine)
-        found = self.serve(adapted, engine=engine)
-        self.assertEqual([alone, [640]], [found.tokens, found.cached])
+        self.assertEqual([expected[2:], [0]], [plain.tokens, plain.cached])
 
     def test_by_content(self) -> None:
         """The same adapter elsewhere finds its chunks; other weights at the same path do not."""

@@ -93,7 +93,7 @@ class Model:
     """Number of blocks in the engine's own cache, of each of its groups."""
     step_tokens: int = 8192
     adapters_spill: bool = False
-    """Whether the engine computes requests without an adapter wrongly in a step with one."""
+    """Whether the engine may apply an adapter to requests without one: they are not cached."""
     identified: bool = True
     """Whether the identity is complete: the weights' fingerprint takes longer than the rest."""
     loads: bool = True

@@ -59,7 +59,7 @@ class RequestState:
     """A load for it failed: it is computed, not looked up again."""
     outdated: bool = False
     """It began before a reset, its adapter was replaced since, its adapter is unknown, or the
-    engine applied another request's adapter to it."""
+    engine may apply another request's adapter to it."""
     loading: list[int] = field(default_factory=list)
     """Blocks that a running load fills; empty if the load can only fail as a whole."""
     lookup_s: float | None = None
@@ -164,11 +164,6 @@ class Origins:
             self.computes(table[cached_tokens // size :], origin if pure else MIXED)
         return pure
 
-    def spoils(self, tables: Sequence[Sequence[int]], first_token: int) -> None:
-        """Note that the content from a token on, in these block tables, is wrong."""
-        for table, size in zip(tables, self._block_sizes, strict=False):  # empty: it begins now
-            self.computes(table[first_token // size :], MIXED)
-
     def computes(self, blocks: Iterable[int], origin: Origin) -> None:
         if origin != _FIRST:
             self._of.update(dict.fromkeys(blocks, origin))
@@ -186,14 +181,16 @@ class _Ordered:
     request: Any
     chain: KeyChain
     hints: SaveHints
-    parts: list[tuple[int, Sequence[ChunkKey], list[bytes]]]
-    """The group, its keys, and the prefix hashes of those that have not failed."""
+    parts: Sequence[tuple[int, Sequence[ChunkKey]]]
     left: int
     ended_s: float = math.inf
+    stored: float = math.inf
+    """The first token that was not stored."""
 
-    def covers(self, state: RequestState) -> bool:
-        """Whether a request need not order these: its lookup could not see them stored."""
+    def covers(self, key: ChunkKey, state: RequestState) -> bool:
+        """Whether a request need not order a chunk of these: its lookup could not see it stored."""
         since, own = self.ended_s > state.lookup.asked_s, self.request is state.request
+        since &= key.start < self.stored
         return since and not own and state.options.hints in (SaveHints(), self.hints)
 
 
@@ -214,23 +211,20 @@ class _Orders:
         if not any(known):
             return keys
         pairs = zip(keys, known, strict=True)
-        return [key for key, one in pairs if one is None or not one.covers(state)]
+        return [key for key, one in pairs if one is None or not one.covers(key, state)]
 
     def add(self, number: int, ordered: _Ordered) -> None:
-        for group, _, names in ordered.parts:
-            self._of.update(dict.fromkeys([(group, name) for name in names], ordered))
+        for group, keys in ordered.parts:
+            self._of.update(dict.fromkeys([(group, name) for name in _names(keys)], ordered))
         self._orders[number] = ordered
         while len(self._of) > _MAX_ORDERED and self._orders:
             self._drop(next(iter(self._orders)))
 
     def failed(self, request_id: str, token: int) -> None:
-        """Forget a request's chunks from a token on, which are not stored."""
+        """Note that a request's chunks from a token on are not stored."""
         for ordered in self._orders.values():
             if ordered.request.request_id == request_id:
-                for group, keys, names in ordered.parts:
-                    kept = sum(key.start < token for key in keys[: len(names)])
-                    self._forget(ordered, group, names[kept:])
-                    del names[kept:]
+                ordered.stored = min(token, ordered.stored)
 
     def learn(self, ended: Mapping[int, int], now_s: float) -> Iterator[_Ordered]:
         """Note how many workers have ended orders; yield those that all have ended."""
@@ -255,13 +249,10 @@ class _Orders:
 
     def _drop(self, number: int) -> None:
         ordered = self._orders.pop(number)
-        for group, _, names in ordered.parts:
-            self._forget(ordered, group, names)
-
-    def _forget(self, ordered: _Ordered, group: int, names: Iterable[bytes]) -> None:
-        for name in names:
-            if self._of.get((group, name)) is ordered:
-                del self._of[group, name]
+        for group, keys in ordered.parts:
+            for name in _names(keys):
+                if self._of.get((group, name)) is ordered:
+                    del self._of[group, name]
 
 
 def _names(keys: Sequence[ChunkKey]) -> list[bytes]:
@@ -332,7 +323,6 @@ class SaveScheduler:
         saves: bool,
     ) -> None:
         """Add what is complete after a step's forward pass; without ``saves`` only comparisons."""
-        self._note_spilled_adapters(states, step)
         for scheduled in step.requests:
             state = states.get(scheduled.request_id)
             if not scheduled.begins:
@@ -359,22 +349,6 @@ class SaveScheduler:
             if saves and found is not None and state.options.store:
                 self._save(orders, state, found, scheduled, step)
 
-    def _note_spilled_adapters(
-        self, states: Mapping[str, RequestState], step: ScheduledStep
-    ) -> None:
-        """Store nothing more of requests without adapter that compute in a step with one.
-
-        What an earlier step computed for them is right, and so are requests with an adapter.
-        """
-        known = [(each, states.get(each.request_id)) for each in step.requests]
-        adapted = [state is None or state.request.lora_request is not None for _, state in known]
-        if not (self.model.adapters_spill and any(adapted)):
-            return
-        for scheduled, state in known:
-            if state is not None and state.request.lora_request is None:
-                state.outdated = True
-                self._origins.spoils(state.block_ids, scheduled.computed)
-
     def learn(
         self,
         states: Mapping[str, RequestState],
@@ -399,9 +373,9 @@ class SaveScheduler:
             if state is not None and state.unsaved is not None:
                 state.next_save, state.unsaved = state.unsaved, None
         for ordered in self._orders.learn(ended, self._clock()):
-            for group, keys, names in ordered.parts:
+            for group, keys in ordered.parts:
                 if self._events is not None and group == self._events.group:
-                    chunks = [key.start // size for key in keys[: len(names)]]
+                    chunks = [key.start // size for key in keys if key.start < ordered.stored]
                     self._events.announce(ordered.request, ordered.chain, chunks)
 
     def ended(self, state: RequestState) -> None:
@@ -493,6 +467,5 @@ class SaveScheduler:
             max(stop, found.prompt_chunks),
         )
         orders.saves.append(order)
-        named = [(group, keys, _names(keys)) for group, keys in parts]
-        ordered = _Ordered(request, found.keys, order.hints, named, self.model.workers)
+        ordered = _Ordered(request, found.keys, order.hints, parts, self.model.workers)
         self._orders.add(self._number, ordered)

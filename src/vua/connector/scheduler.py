@@ -359,7 +359,8 @@ class SchedulerSide:
                     return None
             lookup = self._ask(request, options, adapter)
             state = RequestState(request, options, lookup, lookup.asked_s, adapter)
-            state.outdated = request.lora_request is not None and adapter is None
+            without = request.lora_request is None
+            state.outdated = self.model.adapters_spill if without else adapter is None
             for outcome in options.outcomes:
                 self._count_hint(outcome)
             self.states[request.request_id] = state
