@@ -162,18 +162,6 @@ _GROUPS: Final[Mapping[str, type]] = {
     "timeouts": Timeouts,
     "worker": WorkerResources,
 }
-_OFTEN: Final = {
-    "chunk_size": "chunk_tokens",
-    "block_size": "chunk_tokens",
-    "split_factor": "chunk_tokens",
-    "capacity_bytes": "limits.max_bytes",
-    "max_size": "limits.max_bytes",
-    "path": "shared_storage_path",
-    "dir": "shared_storage_path",
-    "directory": "shared_storage_path",
-    "storage_path": "shared_storage_path",
-    "vua_path": "shared_storage_path",
-}
 _NOT_HERE: Final = frozenset({"max_bytes_per_salt", "min_free_inodes"})
 """Limits that only `vua gc` applies."""
 
@@ -205,21 +193,13 @@ def _group(name: str, kind: type, given: object) -> object:
 
 
 def _check_name(name: str, names: list[str], group: str = "") -> None:
-    if name not in names:
-        hint = _nearest(name, [*defaults(), *_GROUPS, "shared_storage_path"])
-        raise ConfigError(f"{_WHERE} has no key {group + name!r}; {hint}")
-
-
-def _nearest(name: str, names: list[str]) -> str:
-    """Return a hint which setting (`group.name` within a group) an unknown name may mean.
-
-    >>> _nearest("max_byte", ["durable", "limits.max_bytes"])
-    "the nearest is 'limits.max_bytes'"
-    """
-    by_leaf = {one.rpartition(".")[2]: one for one in reversed(names)}
+    if name in names:
+        return
+    known = [*defaults(), *_GROUPS, "shared_storage_path"]
+    by_leaf = {one.rpartition(".")[2]: one for one in reversed(known)}
     near = difflib.get_close_matches(name.lower(), by_leaf, n=1, cutoff=0.6)
-    meant = _OFTEN.get(name.lower()) or (by_leaf[near[0]] if near else None)
-    return f"the nearest is {meant!r}" if meant else f"expected one of {', '.join(names)}"
+    hint = f"the nearest is {by_leaf[near[0]]!r}" if near else f"expected one of {', '.join(known)}"
+    raise ConfigError(f"{_WHERE} has no key {group + name!r}; {hint}")
 
 
 def _refused(name: str, expected: str, found: object) -> ConfigError:

@@ -61,13 +61,6 @@ Slots: TypeAlias = Sequence[torch.Tensor]
 """Where all of the chunks' tokens belong, as :meth:`Staging.load` expects it."""
 
 
-class RingResult(NamedTuple):
-    """The result of a load."""
-
-    chunks: int
-    wanted: bool = True
-
-
 class _Sent(NamedTuple):
     buffer: DeviceBuffer
     first: int
@@ -122,10 +115,10 @@ class RingLoads:
         job: Job[LoadOrder],
         ready: Callable[[], None],
         slots: Slots,
-    ) -> RingResult:
-        """Load leading chunks. ``ready`` returns when the blocks may be written."""
+    ) -> int:
+        """Load leading chunks; return how many. ``ready`` returns when blocks may be written."""
         if self._reader is None or not keys or self._store.keyring.seals(keys[0].tenant):
-            return RingResult(0)
+            return 0
         buffers: list[DeviceBuffer] = []
         useful = min(_MOST, max(_LEAST, -(-len(keys) // self._staging.chunks)))
         try:
@@ -136,21 +129,21 @@ class RingLoads:
                     break
                 buffers.append(buffer)
             if len(buffers) < _LEAST:
-                return RingResult(0)
+                return 0
             each = np.arange(self._staging.chunks, dtype=np.uint64)
             places = np.concatenate([each + np.uint64(one.first) for one in buffers])
             ahead = self._reader.ahead(
                 keys, places, self._into, job.what.believed, hashed=self._kernel is None
             )
             if ahead is None:
-                return RingResult(0)
+                return 0
             with closing(ahead):
-                result = self._pass_on(ahead, buffers, len(keys), job, ready, slots)
+                done = self._pass_on(ahead, buffers, len(keys), job, ready, slots)
         finally:
             for buffer in buffers:  # waits for its last transfer
                 self._staging.give_back(buffer)
-        self._store.quarantine.loaded(keys, result.chunks)
-        return result
+        self._store.quarantine.loaded(keys, done)
+        return done
 
     def _pass_on(
         self,
@@ -160,7 +153,7 @@ class RingLoads:
         job: Job[LoadOrder],
         ready: Callable[[], None],
         slots: Slots,
-    ) -> RingResult:
+    ) -> int:
         chunks, sent = self._staging.chunks, deque[_Sent]()
         done = first = 0
         while first < end or sent:
@@ -170,7 +163,7 @@ class RingLoads:
                 done = one.right()
                 job.progress()
                 if done < one.stop:
-                    return RingResult(done)
+                    return done
                 continue
             stop = min(first + chunks, end)
             came = ahead.take(done, stop)
@@ -184,11 +177,11 @@ class RingLoads:
             ready()
             with job.use() as wanted:
                 if not wanted:  # the blocks may be another request's by now
-                    return RingResult(done, wanted=False)
+                    return done
                 self._staging.load(buffer, where, check=check)
             sent.append(_Sent(buffer, first, came, check))
             first = came
-        return RingResult(done)
+        return done
 
     def _check_of(self, buffer: DeviceBuffer, kernel: Digests) -> DigestCheck:
         check = self._checks.get(buffer)
@@ -328,10 +321,10 @@ class DeviceGroupTransfer(GroupTransfer):
             return super().load(part, job, ready, at)
         ring, ids = self._ring_loads(), job.what.block_ids
         came = ring.load(part.keys, job, ready, self._slots(part.keys, part, ids))
-        self._count(came.chunks, "pinned")
-        if came.chunks == len(part.keys) or not came.wanted:
-            return part.reached(came.chunks), None
-        return super().load(part, job, ready, came.chunks)
+        self._count(came, "pinned")
+        if came == len(part.keys) or not job.wanted:
+            return part.reached(came), None
+        return super().load(part, job, ready, came)
 
     def _ring_loads(self) -> RingLoads:
         if self._ring is None or self._ring[0] is not self.store:

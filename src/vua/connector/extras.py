@@ -18,6 +18,7 @@ thread (:meth:`Media.ready`).
 from __future__ import annotations
 
 import hashlib
+import math
 import time
 import weakref
 from collections import OrderedDict
@@ -64,8 +65,10 @@ def together(one: Mapping[int, AdapterNote], other: Mapping[int, AdapterNote]) -
 @dataclass(slots=True)
 class _Question:
     request: Any
-    asked_s: float
-    sent: bool = False
+    wanted: bool = True
+    """Whether the workers are to be asked in the next step."""
+    sent_s: float = math.inf
+    """When they were first asked."""
     refused: bool = False
     """They do not have the adapter, or not the same one."""
 
@@ -87,7 +90,6 @@ class AdapterBook:
         self._latest: dict[int, Adapter] = {}
         """The last known content of each number, even if no worker holds it any more."""
         self._questions: dict[int, _Question] = {}
-        self._wanted: dict[int, Any] = {}
 
     def find(self, lora_request: Any) -> tuple[Adapter | None, bool]:
         """Return (what the workers hold for it, whether that is final).
@@ -99,24 +101,18 @@ class AdapterBook:
         known = self._known.get(number)
         if known is not None:
             return known, True
-        question = self._questions.get(number)
-        now = self._clock()
-        if question is None:
-            question = self._questions[number] = _Question(lora_request, now)
-            self._wanted[number] = lora_request
-        late = question.sent and now - question.asked_s > self._patience_s
-        if question.refused or late:
+        question = self._questions.setdefault(number, _Question(lora_request))
+        if question.refused or self._clock() - question.sent_s > self._patience_s:
             del self._questions[number]
             return None, True
         return None, False
 
     def take_wanted(self) -> list[Any]:
-        wanted, self._wanted = self._wanted, {}
-        for number in wanted:
-            question = self._questions.get(number)
-            if question is not None and not question.sent:
-                question.sent, question.asked_s = True, self._clock()
-        return list(wanted.values())
+        wanted = [one for one in self._questions.values() if one.wanted]
+        for question in wanted:
+            question.wanted = False
+            question.sent_s = min(question.sent_s, self._clock())
+        return [question.request for question in wanted]
 
     def learn(self, notes: Mapping[int, AdapterNote]) -> set[int]:
         """Take the workers' reports; return the numbers whose content has changed.
@@ -133,10 +129,9 @@ class AdapterBook:
                     changed.add(number)
                 self._known[number] = self._latest[number] = agreed
                 self._questions.pop(number, None)
-            elif question is not None and note.workers < self._workers:
-                self._wanted[number] = question.request
             elif question is not None:
-                question.refused = True
+                question.wanted = note.workers < self._workers
+                question.refused = not question.wanted
         return changed
 
 

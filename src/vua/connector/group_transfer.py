@@ -57,15 +57,6 @@ class CachedLoads:
         """Loads the keys that :meth:`aim` returns. All copied bytes match the checksums of their
         file's header, but the file may belong to another chunk."""
 
-    @classmethod
-    def of(cls, store: Store, shard: Shard, pages: PagedKV, table: int) -> CachedLoads | None:
-        """Return an object for a store; None: it has no files, or C cannot write to the blocks."""
-        chunks = max(1, min(_CHUNKS, _NBYTES // shard.payload_nbytes(store.layout)))
-        memory = pages.memory(store.layout.chunk_tokens, chunks)
-        if memory is None or store.files is None:
-            return None
-        return cls(store, shard, pages, memory, table)
-
     def aim(self, part: GroupLoad, at: int, order: LoadOrder) -> Keys:
         """Target the blocks of chunks from the part's number ``at`` on; return their keys.
 
@@ -461,12 +452,14 @@ class GroupTransfer:
         """Return one that no other thread uses; None: pages or files do not allow the shortcut."""
         with contextlib.suppress(IndexError):
             return self._cached.pop()
-        if len(self._places) > 1:
+        ((table, _, pages), *others), store = self._places, self.store
+        if others or not isinstance(pages, PagedKV) or store.files is None:
             return None
-        ((table, _, pages),) = self._places
-        if not isinstance(pages, PagedKV):
+        chunks = max(1, min(_CHUNKS, _NBYTES // self.shard.payload_nbytes(store.layout)))
+        memory = pages.memory(store.layout.chunk_tokens, chunks)
+        if memory is None:
             return None
-        return CachedLoads.of(self.store, self.shard, pages, table)
+        return CachedLoads(store, self.shard, pages, memory, table)
 
     def _scatter(
         self,
