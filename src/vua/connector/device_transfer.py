@@ -83,7 +83,6 @@ class RingLoads:
         staging: Staging,
         *,
         left: int,
-        kernel: Digests | None = None,
     ) -> None:
         """Load into the caches of ``staging``.
 
@@ -92,10 +91,10 @@ class RingLoads:
             shard: which part of its chunks.
             staging: with their buffers.
             left: so many of them are left to other users, if two are enough.
-            kernel: compares checksums where the cache is; None: what works there, or C on the host.
         """
         self._store, self._staging, self._left = store, staging, left
-        self._kernel = kernel or kernel_for(staging.device)
+        self._kernel = kernel_for(staging.device)
+        """Compares checksums where the cache is; None: C does, on the host."""
         self._reader: EntryReader | None = None
         self._checks: dict[DeviceBuffer, DigestCheck] = {}
         if not staging.limit or store.files is None:

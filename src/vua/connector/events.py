@@ -4,10 +4,10 @@ A chunk is announced as blocks of the engine (their hashes, tokens and size), so
 sees one more location of blocks that it knows from the engine's events.
 
 The scheduler's half knows which chunks are stored, once all workers have ended an order, workers
-know which are gone. Their reports come
-with each step's output, and so do events: what ends while the engine is idle is announced by the
-next step. All memory here is bounded; what does not fit is not announced, or is announced as
-removed when it is forgotten: a router then knows less, but never relies on deleted chunks.
+know which are gone. Their reports come with each step's output, and so do events: what ends while
+the engine is idle is announced by the next step. All memory here is bounded; what does not fit is
+not announced, or is announced as removed when it is forgotten: a router then knows less, but never
+relies on deleted chunks.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import threading
 from abc import ABC, abstractmethod
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
 from vua.connector.cache_spec import Model
 from vua.connector.log import logger
@@ -25,22 +25,12 @@ from vua.format.keys import KeyChain
 
 log = logger("events")
 
-LOST: Final = b""
-"""In the place of chunks that a worker could not record: none counts as stored any more."""
-MAX_GONE: Final = 1 << 14
-"""Chunks of one worker between two steps."""
 _MAX_ANNOUNCED: Final = 1 << 16
 """Chunks whose block hashes are remembered, some 300 bytes each; older ones are announced as
 removed, since their later removal would go unnoticed."""
 MAX_QUEUED: Final = 10_000
 """Events that the engine has not taken; it takes them in every step. Removals may be more: one for
 each chunk that was announced."""
-
-
-class StoredEvent(Protocol):
-    """The part of an engine's event for stored blocks that is used here."""
-
-    block_hashes: list[Any]
 
 
 class KVEventPublisher(ABC):
@@ -64,8 +54,11 @@ class KVEventPublisher(ABC):
         self._lock = threading.RLock()
 
     @abstractmethod
-    def stored_event(self, request: Any, start: int, stop: int) -> StoredEvent | None:
-        """Describe the blocks of a request's tokens [start, stop); None: no hashes of them yet."""
+    def stored_event(self, request: Any, start: int, stop: int) -> Any:
+        """Describe the blocks of a request's tokens [start, stop); None: no hashes of them yet.
+
+        Else the engine's event, with the blocks' ``block_hashes``.
+        """
 
     @abstractmethod
     def removed_event(self, hashes: list[Any]) -> Any:
@@ -110,12 +103,9 @@ class KVEventPublisher(ABC):
         """Announce which chunks are gone."""
         with self._lock:
             for chunk in chunks:
-                if chunk == LOST:
-                    self.forget()
-                else:
-                    self._remove(self._announced.pop(chunk, []))
+                self._remove(self._announced.pop(chunk, []))
 
-    def _announce(self, event: StoredEvent, names: Sequence[bytes]) -> None:
+    def _announce(self, event: Any, names: Sequence[bytes]) -> None:
         if len(self._queue) >= MAX_QUEUED - 1:
             if not self._full:
                 self._full = True

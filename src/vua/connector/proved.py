@@ -168,10 +168,10 @@ class KnownWriters:
         if not self._setup or self._root is None:
             return
         with suppress(RuntimeError):  # the process ends, or has no thread
-            NOTES.submit(lambda _: self._add(self._name(kind, writer)))
+            NOTES.submit(lambda _: self._add(kind, writer))
 
-    def _add(self, name: str | None) -> None:
-        if name is None or self._root is None:
+    def _add(self, kind: Kind | None, writer: bytes) -> None:
+        if (name := self._name(kind, writer)) is None or self._root is None:
             return
         try:
             with upkeep_folder(self._root, _VERDICTS) as folder:
@@ -197,7 +197,7 @@ def forget_old(folder: Path, kept_s: float, most: int) -> None:
 
 _SAME, _DIFFERENT = b"=", b"x"
 _MOST_TALLY: Final = 1 << 17
-"""Comparisons that are kept; at twice as many the older half is deleted."""
+"""Comparisons that count: the latest, of one load in some hundreds."""
 
 
 class SampleCounts(NamedTuple):
@@ -247,14 +247,13 @@ class Tally:
         del self._own[:-_MOST_TALLY]
         if self._root is None:
             return
-        mode = self._security.file_mode
-        with suppress(OSError), upkeep_folder(self._root, _COMPARED) as folder:
-            with closing_fd(make_file(self._namespace, os.O_APPEND, mode, dir_fd=folder)) as fd:
-                os.write(fd, mark)
-            path = self._path(self._root)
-            if path.stat().st_size > 2 * _MOST_TALLY:  # others' bytes may get lost now
-                kept = path.read_bytes()[-_MOST_TALLY:]
-                atomic_write(self._namespace, kept, dir_fd=folder, mode=mode)
+        made = self._namespace, os.O_APPEND, self._security.file_mode
+        with (
+            suppress(OSError),
+            upkeep_folder(self._root, _COMPARED) as folder,
+            closing_fd(make_file(*made, dir_fd=folder)) as fd,
+        ):
+            os.write(fd, mark)
 
     @property
     def counted(self) -> SampleCounts:

@@ -11,7 +11,7 @@ import math
 import secrets
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, Final
 
@@ -26,7 +26,6 @@ from vua.connector.metadata import (
     ConnectorMetadata,
     LoadOrder,
     ScheduledStep,
-    Verdict,
     WorkerOutput,
     prompt_work,
 )
@@ -218,10 +217,11 @@ class SchedulerSide:
         log.info("VUA: this engine now uses epoch %s", epoch)
 
     def learn(self, notes: WorkerOutput) -> None:
-        """Take the workers' reports about weights, adapters, and opened namespaces.
+        """Take the workers' reports, but for the ends of loads, see :meth:`received`.
 
-        Changed weights begin an epoch.
+        Changed weights, and an own chunk that differs, begin an epoch.
         """
+        self.policy.measured(notes.load_s)
         for number in self.adapters.learn(notes.adapters):
             for state in self.states.values():
                 state.outdated |= state.adapter is not None and state.adapter.number == number
@@ -240,6 +240,9 @@ class SchedulerSide:
                 log.info(
                     "VUA: the weights are unchanged since before the reset; what is stored is used"
                 )
+        if (text := self.witness.learn(notes.verdicts)) is not None:
+            log.error("VUA: %s", text)
+            self._begin_epoch()
 
     def shutdown(self) -> None:
         """Stop the lookup threads, and write what was learned of writers."""
@@ -418,13 +421,6 @@ class SchedulerSide:
         self.policy.ended(request.request_id)
         self.witness.gone(request.request_id)
         self._media.gone(request.request_id)
-
-    def judge(self, verdicts: Sequence[Verdict]) -> None:
-        """Take the results of comparisons; leave the namespace if one differs."""
-        if (text := self.witness.learn(verdicts)) is None:
-            return
-        log.error("VUA: %s", text)
-        self._begin_epoch()
 
     def received(
         self, request_ids: set[str], failed_ids: set[str], failed_blocks: set[int]

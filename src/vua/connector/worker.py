@@ -25,7 +25,6 @@ from vua import native
 from vua.connector.cache_spec import Model, UncachedError
 from vua.connector.config import ConnectorConfig
 from vua.connector.device_transfer import DeviceGroupTransfer, lies_on_device, open_gds
-from vua.connector.events import LOST, MAX_GONE
 from vua.connector.group_transfer import (
     GroupTransfer,
     PageLayouts,
@@ -288,8 +287,6 @@ class WorkerSide:
         """Report that a chunk cannot be loaded: one file is missing, or None: all. Any thread."""
         if self._events and (shard is None or shard in self._decisive):
             with self._reporter.writing() as report:
-                if len(report.gone) >= MAX_GONE:
-                    report.gone = [LOST]
                 report.gone.append(chunk)
 
     def _is_current(self, orders: ConnectorMetadata) -> bool:

@@ -391,9 +391,7 @@ class VUAStorageConnector_V1(KVConnectorBase_V1, SupportsHMA):  # noqa: N801
         notes = getattr(connector_output, "kv_connector_worker_meta", None)
         if side is not None and isinstance(notes, WorkerOutput):  # before the ends of these loads
             with self._guarded():
-                side.policy.measured(notes.load_s)
                 side.learn(notes)
-                side.judge(notes.verdicts)
             if notes.unable:
                 log.warning("VUA: %s: a worker loads and stores nothing", _UNCACHED)
                 self.scheduler, self.events, self._unused = None, None, side

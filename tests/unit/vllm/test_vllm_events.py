@@ -35,7 +35,6 @@ if find_spec("vllm"):
 
     from vua.connector import events
     from vua.connector.cache_spec import Group, Model
-    from vua.connector.metadata import WorkerOutput
     from vua.vllm.kv_connector_v1 import BlockEvents
 
 CHUNK = 16
@@ -174,15 +173,6 @@ class EventPublisherTest(unittest.TestCase):
             hashes = set(event.block_hashes)
             believed = believed - hashes if isinstance(event, BlockRemoved) else believed | hashes
         self.assertEqual(set(), believed)
-
-    def test_lost_news(self) -> None:
-        """A worker that forgot which chunks went says so: nothing counts as stored any more."""
-        publisher = self.publisher(16)
-        publisher.announce_found(self.request, self.keys, 2)
-        publisher.take()
-        publisher.gone(WorkerOutput().aggregate(WorkerOutput(gone=[events.LOST])).gone)
-        gone = {one for event in publisher.take() for one in event.block_hashes}
-        self.assertEqual({b"0", b"1"}, gone)
 
 
 @unittest.skipUnless(find_spec("vllm"), "vLLM is not installed")
