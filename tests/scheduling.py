@@ -68,6 +68,24 @@ def bare_connector(path: str, *, encoder_decoder: bool = False, **extra: Any) ->
     return made
 
 
+def scheduler_of(test: Any, root: Any, model: Model | None = None, **given: Any) -> Any:
+    """A `SchedulerSide` of an engine that stores at ``root``, until the test ends.
+
+    ``given``: of it, or of the settings; without it comparisons are off.
+    """
+    from vua.connector.config import ConnectorConfig
+    from vua.connector.scheduler import SchedulerSide
+
+    model = model or model_of()
+    roles = {name: given.pop(name, True) for name in ("loads", "saves")}
+    of_side = {name: given.pop(name) for name in ("events", "clock") if name in given}
+    settings = {"chunk_tokens": model.chunk_tokens, "witness_every": 0} | given
+    config = ConnectorConfig(shared_storage_path=str(root), **settings)
+    side = SchedulerSide(model, config, **roles, **of_side)
+    test.addCleanup(side.shutdown)
+    return side
+
+
 def step(computed: dict[str, int]) -> ScheduledStep:
     """A step that computes these new requests, all 64 tokens of each."""
     blocks = [[1, 2, 3, 4]]

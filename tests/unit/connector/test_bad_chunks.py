@@ -17,7 +17,6 @@ from devices import on_cpu_too
 
 from helpers import DirectoryTest, flip, keys_of, noise, save_step, until
 from scheduling import loading, saving, worker_of
-from vua.connector.events import LOST
 from vua.connector.metadata import ConnectorMetadata, WitnessOrder, WorkerOutput
 from vua.format.layout import KVLayout
 from vua.security.keyring import Keyring, NoKeyError
@@ -72,15 +71,6 @@ class BadChunkTest(DirectoryTest):
         self.assertEqual([1, 3, 4], self.load())
         self.assertEqual({7, 8, 9, 10}, self.side.take_failed_blocks())
         self.assertEqual(2, self.side.groups[0].store.counts["corrupt"])
-
-    def test_many(self) -> None:
-        """Of more than a step can tell, all that is known is told to be gone."""
-        self.begin()
-        with mock.patch("vua.connector.worker.MAX_GONE", 3):
-            for key in self.keys:
-                self.side.groups[0].tell_gone(key.prefix_hash, LAYOUT.full)
-        rest = [key.prefix_hash for key in self.keys[3:]]
-        self.assertEqual([LOST, *rest], self.side.take_notes().gone)
 
     def compared(self) -> tuple[list[int], str]:
         """Compare the ends of a request that has computed all: which were compared; why not."""

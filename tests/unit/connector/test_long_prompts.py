@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 
 from helpers import DirectoryTest, until
-from vua.connector.config import WorkerResources
 from vua.connector.write_queue import WriterCount
 from vua.format.layout import KVLayout
 
@@ -106,56 +105,6 @@ class LongPromptTest(DirectoryTest):
         self.assertLessEqual(ordered, 2 * 512, "ordered again and again")
         engine.update(request)
         self.assertEqual({"yes": TOKENS, "no": 0}, self.shares())
-
-    def test_ends_too_early(self) -> None:
-        """Of a prompt whose blocks are freed before there were buffers the rest is left."""
-        engine = self.start(worker=WorkerResources(max_pending_save_mib=1))
-        room = engine.group.save_limit
-        request = engine.begin("r", TOKENS)
-        engine.step(request, 0, STEP_TOKENS, lambda: None)
-        engine.update()
-        for at in range(STEP_TOKENS, TOKENS, STEP_TOKENS):
-            engine.step(request, at, STEP_TOKENS, lambda: None)
-            engine.update(request if at + STEP_TOKENS == TOKENS else None)
-        self.assertEqual({"yes": room * 64, "no": TOKENS - room * 64}, self.shares())
-        self.allowed.release(10_000)
-        engine.worker.shutdown()
-
-        self.assertEqual(room, engine.leading(request))
-        self.assertEqual(room, len(self.sink.names))
-
-    @pytest.mark.thorough
-    def test_scheduled_ahead(self) -> None:
-        """A step that was scheduled before its predecessor was done leaves no chunk behind a hole.
-
-        With asynchronous scheduling the scheduler learns of a missing chunk one step later.
-        """
-        engine = self.start(worker=WorkerResources(max_pending_save_mib=1))
-        request = engine.begin("r", TOKENS)
-        for at in range(0, TOKENS, STEP_TOKENS):
-            engine.step(request, at, STEP_TOKENS, lambda: self.let_write(50))
-            if at:
-                engine.update()
-        engine.update()
-        self.check_no_hole(request)
-        self.generate(request, 100)
-        self.assertEqual(512, engine.leading(request))
-
-    @pytest.mark.thorough
-    def test_several_requests(self) -> None:
-        """Each is stored from its front, whatever became of the others."""
-        engine = self.start(worker=WorkerResources(max_pending_save_mib=1))
-        requests = [engine.begin(f"{n}", 8192, first=10_000 * n) for n in range(3)]
-        for request in requests:
-            engine.step(request, 0, 8192, lambda: self.let_write(PER_STEP))
-            engine.update()
-            self.check_no_hole(*requests)
-        for at in range(80):
-            for request in requests:
-                engine.step(request, 8192 + at, 1, lambda: self.let_write(PER_DECODE))
-                engine.update()
-                self.check_no_hole(*requests)
-        self.assertEqual([128] * 3, [engine.leading(request) for request in requests])
 
     def test_a_chunk_that_cannot_be_written(self) -> None:
         """None behind it is written, and it is not ordered again."""

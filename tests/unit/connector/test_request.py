@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import unittest
 from collections.abc import Iterator, Mapping
+from types import SimpleNamespace
 from typing import Any
 
 from vua.connector.request import MAX_WAIT_S, OptionReader, RequestOptions, SaveHints
@@ -116,18 +117,14 @@ class OptionsTest(unittest.TestCase):
         self.assertEqual(RequestOptions(max_load_tokens=1 << 62), self.read(max_load_tokens=10**99))
 
 
-class Action:
+def Action(kind: str, version: str = "1.0", **payload: object) -> Any:  # noqa: N802
     """As vLLM's KvHintAction."""
-
-    def __init__(self, action_type: str, version: str = "1.0", **payload: object) -> None:
-        self.action_type, self.action_version, self.payload = action_type, version, payload
+    return SimpleNamespace(action_type=kind, action_version=version, payload=payload)
 
 
-class Envelope:
+def Envelope(*actions: object) -> Any:  # noqa: N802
     """As vLLM's KvHintsEnvelope."""
-
-    def __init__(self, *actions: object) -> None:
-        self.actions = list(actions)
+    return SimpleNamespace(actions=list(actions))
 
 
 class HintsTest(unittest.TestCase):

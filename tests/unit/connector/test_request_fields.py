@@ -16,20 +16,13 @@ import pytest
 import torch
 
 from helpers import DirectoryTest, save_chunk
-from scheduling import model_of
+from scheduling import LAYOUT, request_of, scheduler_of
 from vua.connector.cache_spec import EngineIdentity
-from vua.connector.config import ConnectorConfig
 from vua.connector.extras import Adapter, AdapterNote
 from vua.connector.metadata import WorkerOutput
-from vua.connector.scheduler import SchedulerSide
 from vua.device.buffers import StagingBuffer
-from vua.format.keys import ChunkKey
-from vua.format.layout import KVLayout
 
 pytestmark = pytest.mark.vllm
-
-LAYOUT = KVLayout(1, 1, 8, 8, "U8", 16)
-PROMPT = list(range(64))
 
 
 @unittest.skipUnless(find_spec("vllm"), "vLLM is not installed")
@@ -38,12 +31,7 @@ class RequestFieldsTest(DirectoryTest):
 
     def setUp(self) -> None:
         super().setUp()
-        model = model_of(LAYOUT)
-        self.config = ConnectorConfig(
-            shared_storage_path=str(self.root / "kv"), chunk_tokens=16, witness_every=0
-        )
-        self.side = SchedulerSide(model, self.config, loads=True, saves=True)
-        self.addCleanup(self.side.shutdown)
+        self.side = scheduler_of(self, self.root / "kv")
         self.serial = 0
         self.loaded: dict[int, str] = {}
 
@@ -65,30 +53,17 @@ class RequestFieldsTest(DirectoryTest):
     def hits(self, *, save: bool = False, **fields: Any) -> int:
         """Tokens found for a request with these fields; ``save``: store its chunks afterwards."""
         self.serial += 1
-        plain: dict[str, Any] = {
-            "cache_salt": None,
-            "lora_request": None,
-            "mm_features": [],
-            "prompt_embeds": None,
-            "prompt_token_ids": PROMPT,
-        }
-        request = SimpleNamespace(
-            **plain | fields, request_id=f"r{self.serial}", num_tokens=65, kv_transfer_params=None
-        )
+        request = request_of(f"r{self.serial}", **{"num_tokens": 65, **fields})
         while (answer := self.side.matched_tokens(request, 0))[0] is None:
             self.side.take_loads()
             self.answer()
         if save:
             found = self.side.states[request.request_id].lookup.answer.result()
-            if found is not None:
-                self.store(found.keys.first(4))
+            memory = StagingBuffer(LAYOUT, LAYOUT.full, 1).memory
+            for key in () if found is None else found.keys.first(4):
+                save_chunk(self.side.namespace.stores[0], key, memory)
         self.side.finished(request)
         return answer[0] or 0
-
-    def store(self, keys: list[ChunkKey]) -> None:
-        buffer = StagingBuffer(LAYOUT, LAYOUT.full, 1)
-        for key in keys:
-            save_chunk(self.side.namespace.stores[0], key, buffer.memory)
 
     def test_fields(self) -> None:
         """Each kind of request finds its own chunks and no other kind's."""
@@ -146,12 +121,11 @@ class RequestFieldsTest(DirectoryTest):
         }
         for fields in kinds.values():
             self.hits(**fields, save=True)
-        model, config = self.side.model, self.config
+        model = self.side.model
         other = dataclasses.replace(model, engine=EngineIdentity({}, "a", "m", ""))
         refusing = dataclasses.replace(model, engine=EngineIdentity({}, "", "", "no images"))
         for changed, expected in ((other, [0, 0, 64]), (refusing, [64, 0, 64]), (model, [64] * 3)):
-            self.side = SchedulerSide(changed, config, loads=True, saves=True)
-            self.addCleanup(self.side.shutdown)
+            self.side = scheduler_of(self, self.root / "kv", changed)
             self.assertEqual(expected, [self.hits(**fields) for fields in kinds.values()])
 
     def test_adapter_replaced(self) -> None:

@@ -9,6 +9,7 @@ import time
 from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 from unittest import mock
 
 from commands import run, told
@@ -26,6 +27,9 @@ QUICK = mock.patch("vua.connector.savings._FIRST_S", 0.01)
 HANGING = mock.patch("vua.connector.savings._END_S", 0.01)
 NOON = 1_700_000_000.0  # 2023-11-14
 DAY = "2023-11-14"
+NAME, OTHER = "ab" * 32, "cd" * 32
+ENDS = {"short": 3, "64": 20, "128": 1, "512": 2, "whole": 4}
+"""Where the prompts of :meth:`TestSavings.prompts` part from what is stored."""
 
 
 class TestSavings(DirectoryTest):
@@ -36,12 +40,12 @@ class TestSavings(DirectoryTest):
         make_mark(self.root)
         self.now = NOON
 
-    def engine(self, kind: str = "k", prefills: int = 3, key_file: str | None = None) -> Savings:
+    def engine(self, kind: str = "k", prefills: int = 3, **security: Any) -> Savings:
         speed = PrefillSpeed(64)
         for _ in range(prefills):
             speed.measured(1000, 500_000, 2.0)
         savings = Savings(speed, wall=lambda: self.now)
-        savings.keep_at(self.root, kind, Security(key_file=key_file))
+        savings.keep_at(self.root, kind, Security(**security))
         self.addCleanup(savings.close)
         return savings
 
@@ -114,29 +118,6 @@ class TestSavings(DirectoryTest):
 
     def kept(self) -> int:
         return len([*(self.root / ".upkeep" / "saved").glob("*")])
-
-    def test_odd_files(self) -> None:
-        """Files that make no sense are left out, whatever is in them."""
-        engine = self.engine()
-        engine.looked_up(NAME, 1, 2, 64)
-        engine.close()
-        (path,) = (self.root / ".upkeep" / "saved").iterdir()
-        good = json.loads(path.read_bytes())
-        odd = [b"", b"[]", b"{}", b"[" * 9999, b"\xff", b'{"days": 3}', b'{"days": {"x": [1]}}']
-        days = (
-            {"long ago": [1, 2, 3, 4, 5]},
-            {DAY: [1, 2, 3, 4]},
-            {DAY: [1, 2, 3, 4, 5], "none": 3},
-            {DAY: [float("nan"), 2, 3, 4, 5]},
-            {DAY: ["1", 2, 3, 4, 5]},
-        )
-        odd += [json.dumps(good | {"days": each}).encode() for each in days]
-        odd.append(json.dumps(good).encode() + b" " * (1 << 15) + b"x")
-        for at, data in enumerate(odd):
-            path.with_name(f"odd{at}").write_bytes(data)
-        os.mkfifo(path.with_name("pipe"))
-        path.with_name("link").symlink_to(path)
-        self.assertEqual({DAY: Totals(2, 1)}, saved_at(self.root))
 
     def test_forged(self) -> None:
         """With the key what it did not make is not counted: neither by tools nor by engines."""
@@ -239,25 +220,6 @@ class TestSavings(DirectoryTest):
         said = "today: 1.5 s saved by 1,000 of 1,160 tokens loaded, "
         self.assertIn(said, run("ls", self.root)[1])
 
-
-NAME, OTHER = "ab" * 32, "cd" * 32
-ENDS = {"short": 3, "64": 20, "128": 1, "512": 2, "whole": 4}
-
-
-class TestParted(DirectoryTest):
-    """Where prompts part from what is stored, in chunks of 64 tokens."""
-
-    def setUp(self) -> None:
-        super().setUp()
-        make_mark(self.root)
-        self.now = NOON
-
-    def engine(self) -> Savings:
-        savings = Savings(wall=lambda: self.now)
-        savings.keep_at(self.root, "k", Security(group_read=True))
-        self.addCleanup(savings.close)
-        return savings
-
     def prompts(self, engine: Savings, name: str = NAME) -> None:
         """Thirty prompts."""
         for found, asked, times in ((0, 0, 3), (0, 9, 20), (1, 9, 1), (7, 9, 2), (9, 9, 4)):
@@ -284,7 +246,7 @@ class TestParted(DirectoryTest):
 
     def test_nothing_of_prompts(self) -> None:
         """A file has the mode of the cache's files, and numbers alone."""
-        engine = self.engine()
+        engine = self.engine(prefills=0, group_read=True)
         self.prompts(engine)
         engine.close()
         (path,) = (self.root / ".upkeep" / "saved").iterdir()
@@ -309,21 +271,30 @@ class TestParted(DirectoryTest):
         self.assertEqual(30, len(spaces[f"{19:064}"]))
 
     def test_odd_files(self) -> None:
-        """Invalid values and random bytes are left out, and the rest is read."""
+        """Files that make no sense, and invalid values, are left out; the rest is read."""
         engine = self.engine()
         self.prompts(engine)
         engine.close()
         (path,) = (self.root / ".upkeep" / "saved").iterdir()
         at = f"{DAY} {NAME}"
-        for number, parted in enumerate((
+        odd = [b"", b"[]", b"{}", b"[" * 9999, b"\xff" * 99, os.urandom(99), b'{"days": 3}']
+        odd += [json.dumps({"days": days}).encode() for days in (
+            {"x": [1]}, {"long ago": [1, 2, 3, 4, 5]}, {DAY: [1, 2, 3, 4]},
+            {DAY: [1, 2, 3, 4, 5], "none": 3}, {DAY: [float("nan"), 2, 3, 4, 5]},
+            {DAY: ["1", 2, 3, 4, 5]},
+        )]  # fmt: skip
+        odd += [json.dumps({"days": {}, "parted": parted}).encode() for parted in (
             3, [], None, {f"2023-99-9 {NAME}": {"64": 1}}, {f"x {at}": {"64": 1}},
             {at: 3}, {at: ["64"]}, {at: {"64": "1"}}, {at: {"64": float("nan")}}, {at: {"x": 1}},
             {at: {"-64": 1}}, {at: {"6_4": 1}}, {at: {"\u0663": 1}}, {at: {"9" * 5000: 1}},
             {at: {"64": -9}}, {at: {"64": 1e300}}, {at: {"": 1}}, {at: {"64\n": 1}},
-        )):  # fmt: skip
-            path.with_name(f"odd{number}").write_text(json.dumps({"days": {}, "parted": parted}))
-        for number, data in enumerate((b"", b"{", b"\xff" * 99, b"[" * 9999, os.urandom(99))):
-            path.with_name(f"bytes{number}").write_bytes(data)
+        )]  # fmt: skip
+        odd.append(path.read_bytes() + b" " * (1 << 15) + b"x")
+        for number, data in enumerate(odd):
+            path.with_name(f"odd{number}").write_bytes(data)
+        os.mkfifo(path.with_name("pipe"))
+        path.with_name("link").symlink_to(path)
+        self.assertEqual({DAY: Totals(243, 51)}, saved_at(self.root))
         self.assertEqual({DAY: {NAME: ENDS}}, parted_at(self.root))
 
     def test_advice(self) -> None:

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import gc
+import sys
 import tempfile
 import threading
 import unittest
+from collections import Counter
+from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
-from types import SimpleNamespace
+from types import FrameType, SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -16,16 +20,15 @@ import torch
 
 from commands import told
 from helpers import keys_of, save_chunk, until
-from scheduling import LAYOUT, answer, bare_connector, model_of, request_of, step
+from scheduling import LAYOUT, answer, bare_connector, model_of, request_of, scheduler_of, step
 from vua.capacity.hit_density import UseLog
 from vua.capacity.limits import Limits
 from vua.capacity.marks import settle_ttl, ttl_s_of
 from vua.capacity.saved import parted_at
-from vua.connector.config import ConnectorConfig, Timeouts
+from vua.connector.config import Timeouts
 from vua.connector.events import KVEventPublisher
 from vua.connector.metadata import ConnectorMetadata, ScheduledRequest, ScheduledStep, WorkerOutput
 from vua.connector.request import SaveHints
-from vua.connector.scheduler import SchedulerSide
 from vua.device.buffers import StagingBuffer
 from vua.format.keys import KeyChain, token_ids
 from vua.format.layout import KVLayout
@@ -40,10 +43,10 @@ def asking(name: str, **options: Any) -> Any:
     return request_of(name, kv_transfer_params={"vua": options})
 
 
-def store(side: Any, first: int, stop: int) -> None:
+def store(side: Any, first: int, stop: int, ids: Sequence[int] = range(64)) -> None:
     layout = side.namespace.stores[0].layout
     memory = StagingBuffer(layout, layout.full, 1).memory
-    for key in keys_of(range(64), 16)[first:stop]:
+    for key in keys_of(ids, 16)[first:stop]:
         save_chunk(side.namespace.stores[0], key, memory)
 
 
@@ -55,7 +58,6 @@ class SchedulerTest(unittest.TestCase):
     def side(
         self,
         *,
-        loads: bool = True,
         layout: KVLayout = LAYOUT,
         block: int = 16,
         workers: int = 1,
@@ -69,21 +71,10 @@ class SchedulerTest(unittest.TestCase):
                 return SimpleNamespace(block_hashes=hashes)
 
         model = model_of(layout, workers=workers, block=block)
-        folder = tempfile.TemporaryDirectory(ignore_cleanup_errors=True)
-        self.addCleanup(folder.cleanup)
-        self.root = Path(folder.name)
-        settings = {"witness_every": 0} | settings
-        config = ConnectorConfig(shared_storage_path=folder.name, chunk_tokens=16, **settings)
+        self.root = Path(self.enterContext(tempfile.TemporaryDirectory(ignore_cleanup_errors=True)))
         self.published = Publisher(model)
-        side = SchedulerSide(
-            *(model, config),
-            loads=loads,
-            saves=True,
-            events=self.published,
-            clock=lambda: self.now_s,
-        )
-        self.addCleanup(side.shutdown)
-        return side
+        given = {"events": self.published, "clock": lambda: self.now_s} | settings
+        return scheduler_of(self, self.root, model, **given)
 
     def test_a_request_that_cannot_be_named_costs_no_other_one(self) -> None:
         """Whatever breaks while one prompt is named, it is a miss and other prompts are stored."""
@@ -126,8 +117,11 @@ class SchedulerTest(unittest.TestCase):
         side = self.side()
         side.be_of("ab" * 32)
         store(side, 0, 3)
-        for _ in range(3):
-            side.policy.prefill.measured(1000, 500_000, 200.0)
+        for at in range(3):  # 0.2 s a token
+            first = ScheduledRequest(f"{at}", 0, 64, [[1, 2, 3, 4]], begins=True)
+            side.add_saves(ConnectorMetadata(), ScheduledStep([first], lambda _: []))
+            self.now_s += 12.8
+            side.take_stats()
         blocks, saved_s = SimpleNamespace(get_block_ids=lambda: ([1, 2, 3, 4],)), 0.0
         for name, failed, outcome, tokens in (
             ("a", set[int](), "complete", 48),
@@ -335,22 +329,10 @@ class SchedulerTest(unittest.TestCase):
         }
         self.assertEqual({"alice": (32, True), "carol": (0, False), "": (0, False)}, found)
 
-        request = request_of("again", cache_salt="alice")
-        answer(side, request)
-        side.allocated(request, SimpleNamespace(get_block_ids=lambda: ([1, 2, 3, 4],)), 32)
-        orders = ConnectorMetadata(loads=side.take_loads())
+        orders = ConnectorMetadata()
         side.add_saves(orders, step({"alice": 0, "carol": 0, "": 0}))
-        loaded = [key for load in orders.loads for part in load.parts for key in part.keys]
         saved = [key for save in orders.saves for _, keys in save.parts for key in keys]
-
-        self.assertEqual({tenant_of(b"alice")}, {key.tenant for key in loaded})
         self.assertEqual({tenant_of(b"alice"), ""}, {key.tenant for key in saved})
-        self.assertTrue(
-            all(
-                save_chunk(store, key, StagingBuffer(LAYOUT, LAYOUT.full, 1).memory)
-                for key in saved
-            )
-        )
         (keys / f"{tenant_of(b'alice')}.key").unlink()
         gone = request_of("gone", cache_salt="alice")
         self.assertEqual((0, False), answer(side, gone))
@@ -612,11 +594,54 @@ class SchedulerTest(unittest.TestCase):
 
     def test_waiting_in_vain(self) -> None:
         """A request that waits for what never comes takes what there is."""
-        side = self.side(timeouts=Timeouts(lookup_s=60.0))
+        side, waiting = self.side(timeouts=Timeouts(lookup_s=60.0)), asking("waiting", wait_s=2)
         store(side, 0, 1)
-        waiting = asking("waiting", wait_s=2)
-        self.assertIsNone(side.matched_tokens(waiting, 0)[0])
-        self.now_s += 1.9
-        self.assertIsNone(side.matched_tokens(waiting, 0)[0])
+        for later_s in (0.0, 1.9):
+            self.now_s += later_s
+            self.assertIsNone(side.matched_tokens(waiting, 0)[0])
         self.now_s += 0.2
         self.assertEqual((16, True), answer(side, waiting))
+
+    @pytest.mark.thorough
+    def test_long_prompts(self) -> None:
+        """The scheduler's thread does no Python work per chunk: loads and saves cost the same.
+
+        A few calls may differ: a pool starts another thread where its threads are still busy.
+        """
+        few, many = (self.calls(chunks) for chunks in (40, 800))
+        self.assertLess(sum(many.values()) - sum(few.values()), 760 // 4, (few, many))
+        self.assertGreater(few["matched_tokens"], 0)
+        self.assertGreater(few["allocated"] + few["add_saves"], 1)
+
+    def calls(self, chunks: int) -> dict[str, int]:
+        """Count the calls of each Python function for a prompt that is stored to its half."""
+        side, half, ids = self.side(), chunks // 2, list(range(16 * chunks))
+        given = {"prompt_token_ids": ids, "all_token_ids": ids, "num_tokens": len(ids)}
+        store(side, 0, half, ids)
+        request = request_of("r", **given)
+        until(lambda: side.matched_tokens(request, 0)[0] is not None or side.take_loads())
+        table, called = list(range(1, 1 + chunks)), Counter[str]()
+        new = ScheduledRequest("r", 8 * chunks, 8 * chunks, [table], begins=True)
+
+        def count(frame: FrameType, event: str, _: object) -> None:
+            if event == "call":
+                called[frame.f_code.co_name] += 1
+
+        orders = ConnectorMetadata()
+        blocks = SimpleNamespace(get_block_ids=lambda: (table,))
+        gc.collect()
+        gc.disable()  # a collection in between would be counted: others have callbacks on it
+        sys.setprofile(count)
+        try:
+            found = side.matched_tokens(request, 0)
+            side.allocated(request, blocks, 8 * chunks)
+            side.add_saves(orders, ScheduledStep([new], lambda _: [table]))
+        finally:
+            sys.setprofile(None)
+            gc.enable()
+        self.assertFalse(orders.idle)
+        side.add_saves(idle := ConnectorMetadata(), ScheduledStep([], lambda _: []))
+        self.assertTrue(idle.idle)
+        self.assertEqual((8 * chunks, True), found)
+        self.assertEqual([half], [len(k) for save in orders.saves for _, k in save.parts])
+        return called

@@ -1,4 +1,4 @@
-"""The worker's half of the vLLM connector on storage that hangs or fails, without an engine."""
+"""The worker's half of the vLLM connector, also on storage that hangs or fails; no engine."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ import pytest
 import torch
 from devices import on_cpu_too
 
-from helpers import DirectoryTest, bits, keys_of, noise, save_step, until
+from helpers import DirectoryTest, bits, has_native, keys_of, noise, save_step, until
 from scheduling import loading, saving, worker_of
 from vua.connector.cache_spec import UncachedError
 from vua.connector.config import Timeouts, WorkerResources
 from vua.connector.device_transfer import DeviceGroupTransfer
-from vua.connector.metadata import ConnectorMetadata
+from vua.connector.metadata import ConnectorMetadata, LoadOrder
 from vua.connector.request import SaveHints
 from vua.connector.weights_watch import EngineMemory, EngineState
 from vua.connector.worker import WorkerSide
@@ -29,7 +29,9 @@ from vua.device.staging import Fence, Staging
 from vua.errors import StorageError
 from vua.format.identity import Identity
 from vua.format.layout import KVLayout
+from vua.io.pool import Job, Pool
 from vua.storage.base import Batch
+from vua.store.store import Loader
 
 pytestmark = pytest.mark.vllm
 
@@ -73,8 +75,7 @@ class Hanging:
         return self._storage.write(batch)
 
 
-@unittest.skipUnless(find_spec("vllm"), "vLLM is not installed")
-class HangingTest(DirectoryTest):
+class WorkerTest(DirectoryTest):
     def setUp(self) -> None:
         """A worker with a cache full of noise, and three chunks of it stored."""
         super().setUp()
@@ -85,19 +86,10 @@ class HangingTest(DirectoryTest):
         self.save(self.keys)
         until(lambda: len(self.files()) == 3 and self.side.saves.pending == 0)
         self.side.stats.take()
-        store = self.side.groups[0].store
-        self.storage = Hanging(store.storage)
-        store.storage = self.storage  # type: ignore[assignment]
-        self.addCleanup(self.storage.go.set)
 
     def clock(self) -> float:
         self.now_s += self.tick_s
         return self.now_s
-
-    def hang(self) -> None:
-        """Let what is being read or written take too long."""
-        until(lambda: self.storage.calls)
-        self.now_s += 1.1 * IO_S
 
     def worker(self, layers: Any = None, **given: Any) -> WorkerSide:
         """A worker on this test's directory."""
@@ -125,6 +117,80 @@ class HangingTest(DirectoryTest):
         stats = self.side.stats.take()
         found: dict[str, Any] = {} if stats is None else stats.get(name, {})
         return found
+
+
+@unittest.skipUnless(find_spec("vllm"), "vLLM is not installed")
+class CachedLoadTest(WorkerTest):
+    """Loads of what the page cache has: straight into the engine's blocks."""
+
+    def setUp(self) -> None:
+        if not has_native():
+            self.skipTest("native code is not built: python3 dev.py build")
+        super().setUp()
+        (self.order,) = loading(self.keys, [5, 6, 7]).loads
+        self.pool = Pool[LoadOrder](1, "test", timeout_s=60)
+        self.job = Job(self.pool, print, self.order)
+
+    def begin(self) -> tuple[int, str | None]:
+        return self.side.groups[0].load(self.order.parts[0], self.job, lambda: None)
+
+    def test_without_a_buffer(self) -> None:
+        """All of it is there, and in no buffer."""
+        nbytes = 3 * LAYOUT.full.payload_nbytes(LAYOUT)
+        self.load("r", [5, 6, 7])
+        self.received()
+        self.assertEqual({"blocks": nbytes}, self.counted("vua_loaded_bytes_total"))
+        self.assertEqual(set(), self.side.take_failed_blocks())
+        self.assertEqual(self.blocks(1, 2, 3), self.blocks(5, 6, 7))
+
+    def test_nobody_waits_any_more(self) -> None:
+        """A load that was given up writes into no block; control: the same one that is wanted."""
+        before = self.blocks(5, 6, 7)
+        self.job.settle()
+        self.assertEqual((0, None), self.begin())
+        self.assertEqual(before, self.blocks(5, 6, 7))
+
+        self.job = Job(self.pool, print, self.order)
+        self.assertEqual((48, None), self.begin())
+        self.assertEqual(self.blocks(1, 2, 3), self.blocks(5, 6, 7))
+
+    def test_given_up_while_it_copies(self) -> None:
+        """Who gives a load up goes on when it does not write any more, not earlier."""
+        copies, go, load_cached = threading.Event(), threading.Event(), Loader.load_cached
+
+        def slowly(loader: Loader, keys: Any, believed: Any) -> int:
+            copies.set()
+            go.wait()
+            return load_cached(loader, keys, believed)
+
+        self.addCleanup(go.set)
+        with mock.patch.object(Loader, "load_cached", slowly):
+            loads = threading.Thread(target=self.begin, daemon=True)
+            loads.start()
+            copies.wait()
+            gives_up = threading.Thread(target=self.job.settle)
+            gives_up.start()
+            gives_up.join(0.1)
+            self.assertTrue(gives_up.is_alive())
+            go.set()
+            gives_up.join()
+            self.assertEqual(self.blocks(1, 2, 3), self.blocks(5, 6, 7))
+            loads.join()
+
+
+@unittest.skipUnless(find_spec("vllm"), "vLLM is not installed")
+class HangingTest(WorkerTest):
+    def setUp(self) -> None:
+        super().setUp()
+        store = self.side.groups[0].store
+        self.storage = Hanging(store.storage)
+        store.storage = self.storage  # type: ignore[assignment]
+        self.addCleanup(self.storage.go.set)
+
+    def hang(self) -> None:
+        """Let what is being read or written take too long."""
+        until(lambda: self.storage.calls)
+        self.now_s += 1.1 * IO_S
 
     @pytest.mark.thorough
     def test_the_end_is_bounded(self) -> None:

@@ -1,4 +1,4 @@
-"""Both halves of the connector while nobody knows yet which weights the engine has."""
+"""Both halves of the connector while the weights are unknown, and after a reset of the cache."""
 
 from __future__ import annotations
 
@@ -10,20 +10,34 @@ from dataclasses import replace
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
 import pytest
+import torch
 
 from helpers import SOON_S, keys_of, noise, save_chunk, save_step, until
-from scheduling import LAYOUT, answer, request_of, step
-from vua.connector.cache_spec import Group, Model
+from scheduling import (
+    LAYOUT,
+    answer,
+    model_of,
+    request_of,
+    saving,
+    scheduler_of,
+    step,
+    worker_of,
+)
 from vua.connector.config import ConnectorConfig, Timeouts, WorkerResources
-from vua.connector.group_transfer import Rank
-from vua.connector.metadata import ConnectorMetadata, SaveOrder, WorkerOutput
+from vua.connector.metadata import (
+    ConnectorMetadata,
+    ScheduledRequest,
+    ScheduledStep,
+    WorkerOutput,
+)
 from vua.connector.opening import Opening
 from vua.connector.scheduler import SchedulerSide
-from vua.connector.weights_watch import EngineState
+from vua.connector.weights_watch import EngineMemory, EngineState
 from vua.connector.worker import WorkerSide
 from vua.device.buffers import StagingBuffer
 from vua.errors import ConfigError, StorageError
@@ -66,9 +80,7 @@ class UntilKnownTest(unittest.TestCase):
         )
 
     def model(self, *, identified: bool = False, layout: KVLayout = LAYOUT) -> Any:
-        group = Group(layout, (0,), ((layout.full,),), (0,))
-        identity = Identity(model="m", chunk_tokens=16)
-        return Model(identity, (group,), (16,), identified=identified)
+        return model_of(layout, identified=identified)
 
     def side(self, end: Callable[[], Weights] = lambda: NO_FILES) -> Any:
         """The scheduler's half, whose search waits for `go`."""
@@ -142,7 +154,6 @@ class UntilKnownTest(unittest.TestCase):
 
         Bounded by the buffers for saves.
         """
-        from vua.vllm import page_layout
 
         def fail() -> Weights:
             raise ConfigError("cannot be told")
@@ -160,19 +171,18 @@ class UntilKnownTest(unittest.TestCase):
                 self.go.clear()
                 root = self.root / name
                 work = WorkerResources(max_pending_save_mib=change.get("mib", 0))
-                config = ConnectorConfig(
-                    shared_storage_path=str(root), chunk_tokens=16, worker=work
-                )
                 memory, end = EngineState(), change.get("end", lambda: NO_FILES)
                 memory.proof = change.get("proof", memory.proof)  # type: ignore[method-assign]
                 search = Identification(lambda _, end=end: (self.go.wait(60), end())[1])
-                model = self.model(layout=layout)
-                worker = WorkerSide(model, config, Rank(0, 0), memory, search)
-                layers = {"model.layers.0": noise(4, 2048, 16, 12)}
-                worker.register(layers, {"model.layers.0": 0}, {"model.layers.0": 0}, page_layout)
-                saves = [SaveOrder([[1, 2, 3]], [(0, keys_of(range(48), 16))], request_id="r")]
-                orders = ConnectorMetadata(saves=saves, epoch=change.get("epoch", ""))
-                save_step(worker, orders)
+                worker = worker_of(
+                    *(root, [noise(4, 2048, 16, 12)], layout),
+                    model=self.model(layout=layout),
+                    memory=memory,
+                    identification=search,
+                    worker=work,
+                )
+                orders = saving(keys_of(range(48), 16), [1, 2, 3], request_id="r")
+                save_step(worker, replace(orders, epoch=change.get("epoch", "")))
                 self.assertEqual([], [*root.glob("*")])
                 self.assertEqual(kept, worker.saves.pending)
                 self.go.set()
@@ -207,8 +217,7 @@ class UntilKnownTest(unittest.TestCase):
             for key in keys_of(range(64), 16)[:chunks]:
                 save_chunk(namespace.stores[0], key, memory)
             namespace.close()
-        group = Group(layout, (0,), ((layout.full,),), (0,))
-        model = Model(of(config), (group,), (16,), identified=False)
+        model = replace(self.model(layout=layout), identity=of(config))
         names = [one.namespace[:12] for one in (of(config), *others)]
         near = f"is {names[1]} (0.01 MiB stored in 3 chunks). It differs in 1 field, first: "
         near += "rope_parameters.rope_theta is 10000 here and 500000 there"
@@ -279,20 +288,131 @@ class UntilKnownTest(unittest.TestCase):
 
     def test_a_worker_opens_what_is_ordered(self) -> None:
         """Nothing before, then the ordered identity's stores, then another one's."""
-        from vua.vllm import page_layout
-
-        model = self.model(layout=KVLayout(1, 1, 8, 4, "F32", 16))
-        worker = WorkerSide(model, self.config, Rank(0, 0))
-        layers = {"model.layers.0": noise(4, 1, 16, 12)}
-        keys = keys_of(range(48), 16)
-        worker.register(layers, {"model.layers.0": 0}, {"model.layers.0": 0}, page_layout)
-        saves = [SaveOrder([[1, 2, 3]], [(0, keys)])]
-        found = []
+        layout, found = KVLayout(1, 1, 8, 4, "F32", 16), []
+        model = self.model(layout=layout)
+        worker = worker_of(self.root, [noise(4, 1, 16, 12)], layout, model=model)
         for weights in ("one", "two"):
             identity = model.with_weights(weights).identity
             until_open(worker, identity)
-            save_step(worker, ConnectorMetadata(saves=saves, identity=identity))
+            save_step(worker, replace(saving(keys_of(range(48), 16), [1, 2, 3]), identity=identity))
             found.append(worker.groups[0].store.namespace)
             self.assertEqual(identity.namespace, found[-1])
         worker.shutdown()
         self.assertEqual(2, len(set(found)))
+
+
+@unittest.skipUnless(find_spec("vllm"), "vLLM is not installed")
+class ResetTest(unittest.TestCase):
+    """Both halves of an engine that stores prompts of 64 tokens in four chunks."""
+
+    def setUp(self) -> None:
+        root = self.enterContext(tempfile.TemporaryDirectory(ignore_cleanup_errors=True))
+        settings: dict[str, Any] = {"timeouts": Timeouts(lookup_s=5.0), "witness_every": 0}
+        self.now_s, layout = 0.0, KVLayout(1, 1, 8, 4, "F32", 16)
+        self.engine = EngineMemory(torch.nn.Linear(8, 8), last_call="update")
+        self.watch = memory = EngineState(self.engine)
+        until(lambda: memory.expected.read)
+        self.worker = worker_of(root, [noise(8, 1, 16, 12)], layout, memory=memory, **settings)
+        self.addCleanup(self.worker.shutdown)
+        self.side = scheduler_of(self, root, model_of(layout), clock=lambda: self.now_s, **settings)
+        self.names = 0
+        self.assertEqual(0, self.asked())
+        self.assertEqual(48, self.asked())
+
+    def orders(self, computed: dict[str, int]) -> ConnectorMetadata:
+        side = self.side
+        orders = ConnectorMetadata(
+            loads=side.take_loads(), identity=side.identity, epoch=side.epoch, writer=side.writer
+        )
+        orders.doubt = side.doubt
+        side.add_saves(orders, step(computed))
+        return orders
+
+    def step(self, computed: dict[str, int]) -> ConnectorMetadata:
+        orders = self.orders(computed)
+        self.worker.start_loads(orders)
+        self.worker.copy_out(orders)
+        self.worker.saves.hand_over()
+        until(lambda: self.worker.saves.pending == 0)
+        if (notes := self.worker.take_notes()) is not None:
+            self.side.learn(notes)
+        return orders
+
+    def ask(self, request: Any, cached: int = 0) -> int:
+        """How much of a request's prompt is loaded beyond what is cached."""
+        found: int | None
+        while (found := self.side.matched_tokens(request, cached)[0]) is None:
+            self.step({})
+        return found
+
+    def asked(self) -> int:
+        """How much of the prompt can be loaded; what cannot is computed, and stored."""
+        self.names += 1
+        request = request_of(f"{self.names}")
+        tokens = self.ask(request)
+        if not tokens:
+            self.step({request.request_id: 0})
+        self.side.finished(request)
+        return tokens // 16 * 16
+
+    def test_the_same_weights(self) -> None:
+        """Hits are back at once, in the same epoch, however often."""
+        for _ in range(3):
+            self.side.reset()
+            self.assertEqual(48, self.asked())
+            self.assertEqual("", self.side.epoch)
+
+    def test_one_byte_between(self) -> None:
+        """Another weight, though no counter tells: an epoch, and nothing of before."""
+        self.engine.model.weight.data.view(torch.uint8)[3, 3] ^= 1
+        self.side.reset()
+        self.asked()
+        self.asked()
+        self.assertNotEqual("", self.side.epoch)
+        first = self.side.epoch
+        self.assertEqual(48, self.asked())  # its own, of the new epoch
+        until(lambda: self.watch.expected.read)
+        self.side.reset()
+        self.assertEqual(48, self.asked())
+        self.assertEqual(first, self.side.epoch)
+
+    def test_workers_that_do_not_answer(self) -> None:
+        """Requests wait ``timeouts.lookup_s`` for them and are computed; nothing is stored."""
+        self.side.reset()
+        request = request_of("waits")
+        until(lambda: self.side.matched_tokens(request, 0)[0] is None)
+        self.orders({})
+        until(lambda: self.side.states["waits"].lookup)
+        self.assertEqual((None, False), self.side.matched_tokens(request, 0))
+        self.now_s += 6.0
+        self.assertEqual((0, False), self.side.matched_tokens(request, 0))
+        self.assertEqual([], self.orders({"waits": 0}).saves)
+        self.assertEqual("", self.side.epoch)
+
+    def test_what_runs_already(self) -> None:
+        """A request that was being computed is not stored: part of it may be of other weights."""
+        request = request_of("runs", prompt_token_ids=[*range(100, 164)], num_computed_tokens=0)
+        until(lambda: self.side.matched_tokens(request, 0)[0] == 0)
+        self.side.allocated(request, SimpleNamespace(get_block_ids=lambda: ([1, 2, 3, 4],)), 0)
+        self.side.reset()
+        self.assertEqual(48, self.asked())
+        self.assertEqual([], self.orders({"runs": 0}).saves)
+
+    def test_blocks_of_before(self) -> None:
+        """What begins with blocks that older weights filled is not stored, nor what shares them."""
+        self.engine.calls += 1
+        self.side.reset()
+        self.asked()
+        self.step({})
+        self.assertNotEqual("", self.side.epoch)
+        old, new = [1, 2, 3, 4], [5, 6, 7, 8]
+        for name, table, cached, chunks in (
+            *(("old", old, 16, 0), ("new", new, 0, 4), ("shares", old, 32, 0), ("own", new, 16, 4)),
+        ):
+            request = request_of(name, prompt_token_ids=[*range(63), len(name)], cache_salt=name)
+            self.assertEqual(0, self.ask(request, cached))
+            scheduled = ScheduledRequest(name, cached, 64 - cached, [table], begins=True)
+            orders = ConnectorMetadata()
+            self.side.add_saves(orders, ScheduledStep([scheduled], lambda _, one=table: [one]))
+            saved = sum(len(keys) for order in orders.saves for _, keys in order.parts)
+            self.assertEqual(chunks, saved, name)
