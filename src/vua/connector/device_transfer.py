@@ -318,19 +318,16 @@ class DeviceGroupTransfer(GroupTransfer):
         self.load_buffers.enter_thread()
         if self.gds is not None and self.gds.mover is not None:
             return super().load(part, job, ready, at)
-        ring, ids = self._ring_loads(), job.what.block_ids
-        came = ring.load(part.keys, job, ready, self._slots(part.keys, part, ids))
+        store, ring = self.store, self._ring
+        if ring is None or ring[0] is not store:
+            left = 2 * (self.load_threads - 1)
+            ring = self._ring = store, RingLoads(store, self.shard, self.load_buffers, left=left)
+        slots = self._slots(part.keys, part, job.what.block_ids)
+        came = ring[1].load(part.keys, job, ready, slots)
         self._count(came, "pinned")
         if came == len(part.keys) or not job.wanted:
             return part.reached(came), None
         return super().load(part, job, ready, came)
-
-    def _ring_loads(self) -> RingLoads:
-        if self._ring is None or self._ring[0] is not self.store:
-            store = self.store
-            left = 2 * (self.load_threads - 1)
-            self._ring = (store, RingLoads(store, self.shard, self.load_buffers, left=left))
-        return self._ring[1]
 
     def _load_run(
         self,

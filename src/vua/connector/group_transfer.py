@@ -21,7 +21,7 @@ import torch
 
 from vua.connector.cache_spec import Group, Model, UncachedError
 from vua.connector.config import ConnectorConfig
-from vua.connector.metadata import GroupLoad, LoadOrder
+from vua.connector.metadata import ComparisonResult, GroupLoad, LoadOrder
 from vua.connector.metrics import Recorder
 from vua.device.buffers import StagingBuffer, StagingPool
 from vua.device.cpu_pages import PagedKV
@@ -36,7 +36,7 @@ from vua.native import MemoryMap
 from vua.storage import REQUESTS_AT_ONCE
 from vua.storage.base import FAILED, WRITTEN
 from vua.storage.location import is_url
-from vua.store.agreement import Agreement, compare
+from vua.store.agreement import compare
 from vua.store.store import UNJUDGED, Loader, LoadResult, Store
 from vua.store.writer import EntryWriter, WriterNames
 
@@ -232,10 +232,8 @@ class ShardFiles:
         layers: Sequence[int],
         *,
         quantised: bool,
-    ) -> tuple[Agreement | str, frozenset[bytes]]:
-        """Compare a stored chunk with a computed one, and return its writers.
-
-        Returns a reason if it cannot be read.
+    ) -> ComparisonResult | str:
+        """Compare a stored chunk with a computed one; return a reason if it cannot be read.
 
         Args:
             key: the chunk.
@@ -245,16 +243,15 @@ class ShardFiles:
             quantised: as in :func:`vua.store.agreement.tolerance`.
         """
         noted, stored = WriterNames(), StagingBuffer(self.store.layout, self._shard, 1)
-        loader = Loader(
-            self.store, stored.memory, target=self._shard
-        )  # a kept one keeps the buffer
+        loader = Loader(self.store, stored.memory, target=self._shard)  # one kept keeps the buffer
         loaded = loader.load([key], noted)
         if not loaded.chunks:
-            return str(loaded.reason), frozenset()
-        theirs = [array[0] for array in stored.arrays]
+            return str(loaded.reason)
+        theirs, dtype = [array[0] for array in stored.arrays], self.store.layout.dtype
         held = layers[self._shard.layer_start : self._shard.layer_stop]
-        dtype = self.store.layout.dtype
-        return compare(computed(), theirs, dtype, held, quantised=quantised), frozenset(noted)
+        found = compare(computed(), theirs, dtype, held, quantised=quantised)
+        text = f"chunk {key.name[:12]}, tokens from {key.start}: {found}"
+        return ComparisonResult(key.start, frozenset(noted), found.ratio, text)
 
     @contextlib.contextmanager
     def saver(self, memory: MemoryMap, writer: str) -> Iterator[EntryWriter]:

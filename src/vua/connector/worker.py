@@ -131,17 +131,15 @@ class Comparisons:
             return [array[0] for array in buffer.arrays]
 
         for group, key, buffer in job.what.chunks:
-            agreement, writers = ShardFiles(group.store, group.shard).agreement(
+            result = ShardFiles(group.store, group.shard).agreement(
                 *(key, partial(computed, group, buffer), group.group.layers),
                 quantised=self._quantised,
             )
             job.progress()
-            name = f"chunk {key.name[:12]}"
-            if isinstance(agreement, str):
-                missing = f"{name}: its file is {agreement}"
-                continue
-            text = f"{name}, tokens from {key.start}: {agreement}"
-            found.append(ComparisonResult(key.start, writers, agreement.ratio, text))
+            if isinstance(result, str):
+                missing = f"chunk {key.name[:12]}: its file is {result}"
+            else:
+                found.append(result)
         return Verdict(job.what.order.number, tuple(found), "" if found else missing)
 
     @staticmethod

@@ -185,19 +185,18 @@ class Comparisons:
         """
         layers, quantised = self._model.groups[0].layers, self._model.quantised
         for files in places:
-            agreement, writers = files.agreement(key, lambda: computed, layers, quantised=quantised)
-            if agreement != "missing":
+            result = files.agreement(key, lambda: computed, layers, quantised=quantised)
+            if result != "missing":
                 break
         with self._lock:
             number = self._orders.pop(key.name, 0)
             if number not in self._found:
                 return
-            found, name = self._found[number], f"chunk {key.name[:12]}"
-            if not isinstance(agreement, str):
-                text = f"{name}, tokens from {key.start}: {agreement}"
-                found.append(ComparisonResult(key.start, writers, agreement.ratio, text))
+            found = self._found[number]
+            if not isinstance(result, str):
+                found.append(result)
             if number not in self._orders.values() or (found and not found[-1].same):
-                self._end(number, f"{name}: its file is {agreement}")
+                self._end(number, f"chunk {key.name[:12]}: its file is {result}")
 
     def __contains__(self, writer: object) -> bool:
         with self._lock:
