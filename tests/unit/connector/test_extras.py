@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import threading
-import tracemalloc
 import unittest
 import weakref
 from importlib.util import find_spec
@@ -170,15 +169,6 @@ class MediaTest(unittest.TestCase):
         self.assertEqual([None, None], [kept() for kept in gone])
         names |= {str(self.media.look_at([feature(pixels(at), f"n{at}")])) for at in range(2, 20)}
         self.assertEqual(20, len(names))
-
-        tracemalloc.start()
-        self.addCleanup(tracemalloc.stop)
-        before = tracemalloc.get_traced_memory()[0]
-        several = [feature(pixels(1), "same") for _ in range(500)]
-        for image in several:
-            self.media.look_at([image])
-        del several, image
-        self.assertLess(tracemalloc.get_traced_memory()[0] - before, 300_000)
 
 
 class AdapterBookTest(unittest.TestCase):

@@ -98,20 +98,6 @@ class RequestFieldsTest(DirectoryTest):
         self.assertEqual(64, self.hits(**late))
         self.assertEqual(32, self.hits(mm_features=[image("y", 40)]))
 
-    def test_images_by_content(self) -> None:
-        """Identifiers of counters and clients: what counts is the image, or nothing does."""
-        one = {"mm_features": [image("x", 0, name="renderer0-mm-1-image-0")]}
-        self.assertEqual(0, self.hits(**one, save=True))
-        self.assertEqual(64, self.hits(mm_features=[image("x", 0, name="renderer0-mm-2-image-0")]))
-        self.assertEqual(0, self.hits(mm_features=[image("y", 0, name="renderer0-mm-3-image-0")]))
-        with self.assertLogs("vllm.vua.scheduler", "WARNING") as said:
-            for content in "yxy":  # an engine of its own would take the next one's for the first's
-                again = {"mm_features": [image(content, 0, name="renderer0-mm-1-image-0")]}
-                self.assertEqual(0, self.hits(**again, save=True))
-        self.assertIn("identifier", said.output[0])
-        self.assertEqual(1, len(said.output))
-        self.assertEqual(4, len(self.files("kv/**/*.safetensors")))
-
     def test_settings_of_adapters_and_images(self) -> None:
         """What an engine says about them is in the keys of those requests, and of no others."""
         kinds: dict[str, dict[str, Any]] = {

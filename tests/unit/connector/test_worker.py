@@ -581,18 +581,3 @@ class DirectPathsTest(DirectHangingTest):
         self.assertEqual(self.blocks(1, 2, 3), self.blocks(5, 6, 7))
         self.assertIsNone(self.side.gds.mover)
         self.assertEqual({"": 1}, self.counted("vua_gds_fallbacks_total"))
-
-    def test_failing_reads(self) -> None:
-        """Files that the mover cannot read come the other way, one by one; then it is given up."""
-        self.storage.go.set()
-        failing = mock.patch.object(self.side.gds.mover, "read", side_effect=OSError("no"))
-        with failing:
-            for number in range(4):
-                self.load(f"{number}", [5, 6, 7])
-                self.received()
-                self.assertEqual(self.blocks(1, 2, 3), self.blocks(5, 6, 7))
-
-        self.assertIsNone(self.side.gds.mover)
-        found = self.side.stats.take()
-        self.assertEqual(["pinned"], list(found["vua_loaded_bytes_total"]))
-        self.assertNotIn("vua_load_stops_total", found)
