@@ -300,7 +300,6 @@ class Families:
             if getattr(collector, "_name", "").removesuffix("_total") in names:
                 REGISTRY.unregister(collector)
         self._families: dict[str, Any] = {}
-        self._children: dict[tuple[object, ...], Any] = {}
         for name, metric in METRICS.items():
             own, shown = [metric.label] if metric.label else [], metric.documentation
             kind, settings = kinds[metric.kind]
@@ -326,8 +325,5 @@ class Families:
                         child.observe(each)
 
     def _child(self, name: str, label: str, engine: Sequence[object]) -> Any:
-        key = (name, label, *engine)
-        if key not in self._children:
-            own = [label] if METRICS[name].label else []
-            self._children[key] = self._families[name].labels(*engine, *own)
-        return self._children[key]
+        own = [label] if METRICS[name].label else []
+        return self._families[name].labels(*engine, *own)

@@ -82,7 +82,7 @@ class _Case:
     """Writers whose chunks are not loaded before the verdict."""
     began_s: float
     open: int
-    ordered_s: float | None = None
+    ordered_s: float = 0.0
     expected: dict[int, int] = field(default_factory=dict)
     """How many answers are needed for a chunk, by its first token."""
     found: dict[int, list[ComparisonResult]] = field(default_factory=dict)
@@ -168,22 +168,25 @@ class Witness:
             return found.tokens
         if request.request_id in self._cases:
             return 0
-        kind = found.kind
-        tokens, unproved = self._believed_tokens(kind, found, local_tokens)
+        for case in list(self._ordered.values()):
+            if self._clock() - case.ordered_s > self._timeout_s:
+                case.nothing = case.nothing or "a worker did not answer"
+                self._conclude(case)
+        tokens, unproved = self._believed_tokens(found, local_tokens)
         if tokens <= local_tokens:
             return tokens
         if unproved:
-            return self._first_time(request, kind, found, local_tokens, unproved)
+            return self._first_time(request, found, local_tokens, unproved)
         if request.request_id in self._asked or not self._every:
             return tokens
         self._asked.add(request.request_id)
         size = self._model.chunk_tokens
         drawn = self._draw(-(-local_tokens // size), -(-tokens // size))
-        due = drawn is not None and self._begin(request, kind, found, local_tokens, drawn)
+        due = drawn is not None and self._begin(request, found, local_tokens, drawn)
         return 0 if due else tokens
 
     def _believed_tokens(
-        self, kind: Kind, found: PrefixMatch, local_tokens: int
+        self, found: PrefixMatch, local_tokens: int
     ) -> tuple[int, dict[bytes, int]]:
         """Return the tokens before any chunk of a writer put aside, and their unproved writers.
 
@@ -198,13 +201,13 @@ class Witness:
             if any(map(self._is_aside, writers)):
                 return min(tokens, self._before(start)), unproved
             for writer in writers:
-                if not self._is_proved(kind, writer):
+                if not self._is_proved(found.kind, writer):
                     unproved.setdefault(writer, start)
         # these chunks are not compared themselves: others of their writers are
         beside = found.beside - unproved.keys()
         if any(map(self._is_aside, beside)):
             return 0, {}
-        if not unproved and not all(self._is_proved(kind, writer) for writer in beside):
+        if not unproved and not all(self._is_proved(found.kind, writer) for writer in beside):
             return 0, {}
         return tokens, unproved
 
@@ -219,26 +222,16 @@ class Witness:
         return writer != self._own and self.known.is_aside(writer)
 
     def _first_time(
-        self,
-        request: Any,
-        kind: Kind,
-        found: PrefixMatch,
-        local_tokens: int,
-        unproved: dict[bytes, int],
+        self, request: Any, found: PrefixMatch, local_tokens: int, unproved: dict[bytes, int]
     ) -> int | None:
-        for writer in unproved:
-            if (pending := self._pending.get((kind, writer))) is not None:
-                self._expire(pending)
-        cases = [self._pending.get((kind, writer)) for writer in unproved]
+        cases = [self._pending.get((found.kind, writer)) for writer in unproved]
+        tokens = self._before(min(unproved.values()))
         if not all(cases) or not self._patience_s:
-            awaited = frozenset(unproved)
-            if self._begin(request, kind, found, local_tokens, None, awaited):
-                return 0
-            return self._before(min(unproved.values()))
+            begun = self._begin(request, found, local_tokens, None, frozenset(unproved))
+            return 0 if begun else tokens
         began_s = min(case.began_s for case in cases if case is not None)
         if self._clock() - began_s < self._patience_s:
             return None
-        tokens = self._before(min(unproved.values()))
         left = found.tokens - max(tokens, local_tokens)
         why = f"comparing takes more than {self._patience_s} s: prompts load once it agrees"
         self.tell_computed(left, request.request_id, why)
@@ -259,15 +252,12 @@ class Witness:
     def _begin(
         self,
         request: Any,
-        kind: Kind,
         found: PrefixMatch,
         local_tokens: int,
         drawn: int | None,
         awaited: frozenset[bytes] = frozenset(),
     ) -> bool:
         """Have a prompt computed, to compare chunks of it; False if it has no whole chunk."""
-        for case in list(self._ordered.values()):
-            self._expire(case)
         first = -(-local_tokens // self._model.chunk_tokens)
         if first >= found.stored:
             return False
@@ -284,12 +274,12 @@ class Witness:
         chunks = list(dict.fromkeys(at for at in wanted if first <= at))[:_MOST_CHUNKS]
         self._numbers += 1
         case = _Case(
-            *(self._numbers, request.request_id, kind, tuple(sorted(chunks)), drawn),
+            *(self._numbers, request.request_id, found.kind, tuple(sorted(chunks)), drawn),
             *(awaited, self._clock(), self._model.workers),
         )
         self._cases[request.request_id] = case
         for writer in awaited:
-            self._pending.setdefault((kind, writer), case)
+            self._pending.setdefault((found.kind, writer), case)
         why = f"drawn at random, one load in {self._every}: others load meanwhile"
         if awaited:
             why = "[{}] has another setup and is not compared yet: prompts load once it agrees"
@@ -315,11 +305,6 @@ class Witness:
                 held = min(stop, (chunk + 1) * size) - max(first, chunk * size)
                 best[feature.modality] = max(best.get(feature.modality, (0, 0)), (held, chunk))
         return {chunk for _, chunk in best.values()}
-
-    def _expire(self, case: _Case) -> None:
-        if case.ordered_s is not None and self._clock() - case.ordered_s > self._timeout_s:
-            case.nothing = case.nothing or "a worker did not answer"
-            self._conclude(case)
 
     def trusts(self, kind: Kind, writer: bytes) -> bool:
         """Whether a writer's chunks of a kind may be loaded now."""
