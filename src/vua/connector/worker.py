@@ -58,10 +58,19 @@ from vua.weights import Identification, Weights
 
 
 class _Comparison(NamedTuple):
-    order: WitnessOrder
-    groups: Sequence[GroupTransfer]
+    number: int
+    """That of its order."""
     chunks: list[tuple[GroupTransfer, ChunkKey, Any]]
     """The computed ones, each in a buffer for saves."""
+
+    def computed(self, at: int) -> list[torch.Tensor]:
+        group, _, buffer = self.chunks[at]
+        group.fetch([buffer])
+        return [array[0] for array in buffer.arrays]
+
+    def give_back(self) -> None:
+        for group, _, buffer in self.chunks:
+            group.save_buffers.give_back(buffer)
 
 
 class Comparisons:
@@ -73,79 +82,57 @@ class Comparisons:
         self._pool = Pool[_Comparison](
             1, "vua-witness", timeout_s=config.timeouts.io_s, late=self._is_late
         )
+        self.give_up, self.close = self._pool.give_up, self._pool.close
 
     def begin(self, order: WitnessOrder, groups: Sequence[GroupTransfer]) -> None:
         """Copy an order's chunks out of the engine's blocks and compare them in the background."""
-        what = _Comparison(order, groups, [])
+        what = _Comparison(order.number, [])
         try:
             for number, keys in order.parts:
                 for key in keys:
                     buffer = groups[number].save_buffers.take()
                     if buffer is None:
-                        self._give_back(what)
-                        self.cannot(order, "all buffers are in use")
+                        what.give_back()
+                        self.tell(order.number, "all buffers are in use")
                         return
                     what.chunks.append((groups[number], key, buffer))
                     groups[number].gather([buffer], [key], [order.block_ids])
             self._pool.submit(self._compare, what)
         except Exception as problem:  # an error costs a comparison, never a request
             log.exception("a chunk could not be copied to be compared")
-            self._give_back(what)
-            self.cannot(order, f"{problem}")
+            what.give_back()
+            self.tell(order.number, f"{problem}")
 
-    def cannot(self, order: WitnessOrder, why: str = "the worker cannot read its blocks") -> None:
-        self._tell(Verdict(order.number, text=why))
-
-    def _tell(self, verdict: Verdict) -> None:
+    def tell(self, number: int, why: str, found: Sequence[ComparisonResult] = ()) -> None:
+        """Give an order's verdict: what was found, or why nothing was."""
         with self._reporter.writing() as report:
-            report.verdicts.append(verdict)
-
-    def give_up(self) -> None:
-        self._pool.give_up()
+            report.verdicts.append(Verdict(number, tuple(found), "" if found else why))
 
     def _is_late(self, job: Job[_Comparison]) -> None:
         if not job.started:
-            self._give_back(job.what)
-        self.cannot(job.what.order, "the storage does not answer")
-
-    def close(self, timeout_s: float) -> None:
-        self._pool.close(timeout_s=timeout_s)
+            job.what.give_back()
+        self.tell(job.what.number, "the storage does not answer")
 
     def _compare(self, job: Job[_Comparison]) -> None:
-        verdict = Verdict(job.what.order.number, text="an error, see the log")
+        found, why = list[ComparisonResult](), "there was no whole chunk to compare"
         try:
-            verdict = self._judge(job)
+            for at, (group, key, _) in enumerate(job.what.chunks):
+                result = ShardFiles(group.store, group.shard).agreement(
+                    *(key, partial(job.what.computed, at), group.group.layers),
+                    quantised=self._quantised,
+                )
+                job.progress()
+                if isinstance(result, str):
+                    why = f"chunk {key.name[:12]}: its file is {result}"
+                else:
+                    found.append(result)
         except Exception:  # likewise
             log.exception("a chunk could not be compared")
+            found, why = [], "an error, see the log"
         finally:
-            self._give_back(job.what)
+            job.what.give_back()
             if job.settle():
-                self._tell(verdict)
-
-    def _judge(self, job: Job[_Comparison]) -> Verdict:
-        found: list[ComparisonResult] = []
-        missing = "there was no whole chunk to compare"
-
-        def computed(group: GroupTransfer, buffer: Any) -> list[torch.Tensor]:
-            group.fetch([buffer])
-            return [array[0] for array in buffer.arrays]
-
-        for group, key, buffer in job.what.chunks:
-            result = ShardFiles(group.store, group.shard).agreement(
-                *(key, partial(computed, group, buffer), group.group.layers),
-                quantised=self._quantised,
-            )
-            job.progress()
-            if isinstance(result, str):
-                missing = f"chunk {key.name[:12]}: its file is {result}"
-            else:
-                found.append(result)
-        return Verdict(job.what.order.number, tuple(found), "" if found else missing)
-
-    @staticmethod
-    def _give_back(what: _Comparison) -> None:
-        for group, _, buffer in what.chunks:
-            group.save_buffers.give_back(buffer)
+                self.tell(job.what.number, why, found)
 
 
 log = logger("worker")
@@ -378,7 +365,7 @@ class WorkerSide:
             self._opening.wait(left_s(_IO_SHARE))
         self._opening.close()
         self._loads.close(timeout_s=left_s(_IO_SHARE))  # saves continue meanwhile
-        self._comparisons.close(left_s(_IO_SHARE))
+        self._comparisons.close(timeout_s=left_s(_IO_SHARE))
         if chunks := self.saves.close(left_s(_IO_SHARE)):
             log.warning(
                 "VUA: the engine ends, and %s not stored: %s within %g s (timeouts.drain_s)",
@@ -562,7 +549,7 @@ class WorkerSide:
             if self._registered and current and is_open:
                 self._comparisons.begin(asked, self.groups)
             else:
-                self._comparisons.cannot(asked)
+                self._comparisons.tell(asked.number, "the worker cannot read its blocks")
         if not orders.saves:
             return
         able = self._registered and current
