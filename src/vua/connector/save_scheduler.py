@@ -16,12 +16,11 @@ from __future__ import annotations
 import math
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final, NamedTuple
 
 from vua.connector.cache_spec import Model
-from vua.connector.config import ConnectorConfig
 from vua.connector.events import KVEventPublisher
 from vua.connector.extras import Adapter, Media
 from vua.connector.load_policy import NOTHING_STORED, LoadDecision, Replies
@@ -33,6 +32,7 @@ from vua.connector.metadata import (
     ScheduledRequest,
     ScheduledStep,
     Tables,
+    WorkerOutput,
 )
 from vua.connector.metrics import Recorder
 from vua.connector.request import RequestOptions, SaveHints
@@ -267,27 +267,28 @@ class SaveScheduler:
 
     def __init__(
         self,
-        config: ConnectorConfig,
         block_sizes: Sequence[int],
         media: Media,
         stats: Recorder,
         events: KVEventPublisher | None,
+        states: Mapping[str, RequestState],
         *,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Start without an order; :meth:`use` must be called first.
 
         Args:
-            config: the connector's settings.
             block_sizes: tokens per block of each of the engine's cache groups.
             media: checks whether a request's images still are what its keys name.
             stats: where the metrics are recorded.
             events: announces what is stored; None: no events.
+            states: those of all requests, by their ids.
             clock: returns seconds, as that of the lookups.
         """
-        self._config, self._media, self._stats, self._events = config, media, stats, events
+        self._media, self._stats, self._events = media, stats, events
         self._origins, self._resets = Origins(block_sizes), 0
         self._orders, self._number, self._clock = _Orders(), 0, clock
+        self._states = states
         self._ended: dict[str, RequestState] = {}
 
     def use(self, model: Model, witness: Witness, replies: Replies | None = None) -> None:
@@ -314,17 +315,10 @@ class SaveScheduler:
             return MIXED
         return Origin(self._resets, state.adapter)
 
-    def add(
-        self,
-        orders: ConnectorMetadata,
-        states: Mapping[str, RequestState],
-        step: ScheduledStep,
-        *,
-        saves: bool,
-    ) -> None:
+    def add(self, orders: ConnectorMetadata, step: ScheduledStep, *, saves: bool) -> None:
         """Add what is complete after a step's forward pass; without ``saves`` only comparisons."""
         for scheduled in step.requests:
-            state = states.get(scheduled.request_id)
+            state = self._states.get(scheduled.request_id)
             if not scheduled.begins:
                 for table in scheduled.new_blocks:
                     self._origins.computes(table, self._origin(state))
@@ -349,13 +343,7 @@ class SaveScheduler:
             if saves and found is not None and state.options.store:
                 self._save(orders, state, found, scheduled, step)
 
-    def learn(
-        self,
-        states: Mapping[str, RequestState],
-        unsaved: Mapping[str, int],
-        retry: Collection[str],
-        ended: Mapping[int, int],
-    ) -> None:
+    def learn(self, notes: WorkerOutput) -> None:
         """Take the workers' reports of chunks that they could not store, and of ended orders.
 
         A chunk after a missing one would never be found. So nothing more is ordered for these
@@ -363,16 +351,17 @@ class SaveScheduler:
         the request ends before, its blocks are freed and the rest of its prompt is not stored.
         """
         size = self.model.chunk_tokens
-        for request_id, token in unsaved.items():
-            state, chunk = states.get(request_id) or self._ended.get(request_id), token // size
+        states, ended = self._states, self._ended
+        for request_id, token in notes.unsaved.items():
+            state, chunk = states.get(request_id) or ended.get(request_id), token // size
             if state is not None and state.next_save is not None:
                 state.unsaved = chunk if state.unsaved is None else min(chunk, state.unsaved)
             self._orders.failed(request_id, token)
-        for request_id in retry:
+        for request_id in notes.retry:
             state = states.get(request_id)
             if state is not None and state.unsaved is not None:
                 state.next_save, state.unsaved = state.unsaved, None
-        for ordered in self._orders.learn(ended, self._clock()):
+        for ordered in self._orders.learn(notes.ended, self._clock()):
             for group, keys in ordered.parts:
                 if self._events is not None and group == self._events.group:
                     chunks = [key.start // size for key in keys if key.start < ordered.stored]
@@ -385,9 +374,9 @@ class SaveScheduler:
             return
         self._ended[state.request.request_id] = state
 
-    def step_ended(self, states: Iterable[RequestState]) -> None:
+    def step_ended(self) -> None:
         """Count the requests that ended in this step; the workers have reported everything."""
-        self._orders.tidy(states)
+        self._orders.tidy(self._states.values())
         name, size = "vua_prompt_chunk_tokens_total", self.model.chunk_tokens
         for state in self._ended.values():
             found, stored = state.lookup.answer.result(), state.unsaved

@@ -110,7 +110,7 @@ class SchedulerSide:
         self.policy = LoadPolicy(model, config, clock=clock)
         self.savings = Savings(self.policy.prefill)
         self._saves = SaveScheduler(
-            *(config, model.block_sizes, self._media, self.stats, events), clock=clock
+            *(model.block_sizes, self._media, self.stats, events, self.states), clock=clock
         )
         self._saves.use(model, self.witness)
         self._use_what_is_known()
@@ -225,7 +225,7 @@ class SchedulerSide:
         for number in self.adapters.learn(notes.adapters):
             for state in self.states.values():
                 state.outdated |= state.adapter is not None and state.adapter.number == number
-        self._saves.learn(self.states, notes.unsaved, notes.retry, notes.ended)
+        self._saves.learn(notes)
         if self._open:
             self.lookups.learn(notes.refused)
         opening = self._opening.identity
@@ -472,7 +472,7 @@ class SchedulerSide:
 
     def take_stats(self) -> Series | None:
         self.policy.prefill.ended()
-        self._saves.step_ended(self.states.values())
+        self._saves.step_ended()
         record_requests(self.stats)
         return self.stats.take()
 
@@ -495,4 +495,4 @@ class SchedulerSide:
         self.policy.prefill.scheduled(*prompt_work(step.requests))
         if self._may_save or self.witness.watching:
             saves = self._may_save and not self._workers_are_late and not self._unsure
-            self._saves.add(orders, self.states, step, saves=saves)
+            self._saves.add(orders, step, saves=saves)
