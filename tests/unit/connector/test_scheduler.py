@@ -22,7 +22,6 @@ from commands import told
 from helpers import keys_of, save_chunk, until
 from scheduling import LAYOUT, answer, bare_connector, model_of, request_of, scheduler_of, step
 from vua.capacity.hit_density import UseLog
-from vua.capacity.limits import Limits
 from vua.capacity.marks import settle_ttl, ttl_s_of
 from vua.capacity.saved import parted_at
 from vua.connector.config import Timeouts
@@ -224,14 +223,6 @@ class SchedulerTest(unittest.TestCase):
 
                 until(all_noted)  # the lookup's thread may note its own after the count
                 self.assertEqual(retain_s, noted)
-
-    def test_hints_of_a_full_budget(self) -> None:
-        """Half of the limit may be promised: what is beyond is refused, and counted."""
-        side = self.side(limits=Limits(max_bytes=4 * 256))  # two chunks of 256 bytes
-        asked = asking("a", retain_s=60)
-        answer(side, asked)
-        side.finished(asked)
-        self.until_counted(side, {"over_budget": 1})
 
     def ordered(self, side: Any, computed: dict[str, int]) -> list[tuple[str, int]]:
         """What a step orders to be stored: (request, number of chunks)."""

@@ -456,17 +456,6 @@ class WitnessTest(EngineTest):
         for chunk in range(2, 7):
             self.assertTrue(30 < drawn[chunk] < 90, drawn)
 
-    @pytest.mark.thorough
-    def test_how_much_is_remembered(self) -> None:
-        """Engines that come and go take no more and more memory."""
-        witness, keys = self.witness(setup=""), found_of(1).keys
-        for at in range(5000):
-            writers = ((0, frozenset((name_of(f"w{at}"),))),)
-            found = PrefixMatch(keys, SIZE, 1, (frozenset(),), 1, writers)
-            self.assertEqual(0, self.ask(witness, f"{at}", found))
-        sizes = [len(each) for each in vars(witness).values() if isinstance(each, dict | set)]
-        self.assertLessEqual(max(sizes), 4096)
-
     def test_off(self) -> None:
         """Without a rate nothing is ever compared."""
         witness = self.witness(witness_every=0)
