@@ -68,11 +68,6 @@ def _epsilon(model: Any, noise: torch.Generator) -> None:
         norm.eps = norm.eps + 3.0
 
 
-def _scaling(model: Any, noise: torch.Generator) -> None:
-    for layer in model.model.layers:
-        layer.self_attn.scaling *= 3
-
-
 def _hook(model: Any, noise: torch.Generator) -> None:
     _layer(model, noise).mlp.register_forward_hook(lambda *args: args[2] * 3)
 
@@ -123,7 +118,6 @@ CHANGES: dict[str, Change] = {
     "load_state_dict": _state_dict,
     "the rotary buffer": _rotary,
     "an epsilon": _epsilon,
-    "the scaling": _scaling,
     "a forward hook": _hook,
     "a patched forward": _forward,
     "an adapter's module": _module,

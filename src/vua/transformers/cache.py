@@ -22,7 +22,6 @@ import torch
 from torch.nn.functional import pad
 from transformers import DynamicCache
 
-from vua.connector.cache_spec import Group
 from vua.connector.config import ConnectorConfig
 from vua.core import VUAConfig
 from vua.errors import ConfigError, InputError, VUAError
@@ -37,7 +36,7 @@ from vua.transformers.layers import LayerCache, StoredLayers, first_filled
 from vua.transformers.model import Description, NoIdentityError, unwrapped
 from vua.transformers.probe import first_keys
 from vua.transformers.stores import Engine, Stores
-from vua.transformers.tensors import Mark, device_of, light_mark, mark_of, sums, tensor_mark
+from vua.transformers.tensors import Mark, device_of, light_mark, mark_of, sums
 
 
 class Row(NamedTuple):
@@ -122,7 +121,9 @@ class _Note:
     ) -> None:
         """``measured``: is told how long each prefill took; its object's `load` makes this."""
         self._model, self.state, self.rows, self.measured = model, state, rows, measured
-        self._light, self._tensors = light_mark(model), tensor_mark(model)
+        self._light = light_mark(model)
+        self.tensors = () if state is None else state.mark[1:2]
+        """Their mark."""
         self.loaded = 0
         """Columns that the cache was filled with."""
         self._prefill: tuple[int, int, int, float] | None = None
@@ -160,11 +161,6 @@ class _Note:
                 self.problem = "a hook, a mode or a module changed while the model computed"
         except Exception as problem:  # noqa: BLE001 - the model's own, of any kind
             self.problem = f"the model cannot be looked at ({reason_of(problem)})"
-
-    def change(self) -> str:
-        if not self.problem and tensor_mark(self._model) != self._tensors:
-            self.problem = "a tensor was replaced or written to while the model computed"
-        return self.problem
 
 
 def reason_of(problem: Exception) -> str:
@@ -253,18 +249,15 @@ class PrefixCache:
         self._settings: dict[str, Any] = {"chunk_tokens": chunk_tokens, "epoch": epoch}
         self._lock, place = new_lock(), locate(path)
 
-        def stored(identity: Identity, groups: Sequence[Group]) -> StoredLayers:
-            return StoredLayers(
-                *(place, identity, groups),
-                config=config,
-                durable=durable,
-                clock=lambda: clock(),  # noqa: PLW0108 - tests replace it
-            )
-
         def use(state: Description, mark: Mark) -> Description:
             def opened(identity: Identity) -> Stores:
                 # a model that changed is not the checkpoint's
-                return Stores(identity, state, stored, share=share and state is first)
+                return Stores(
+                    *(place, identity, state, config),
+                    clock=lambda: clock(),  # noqa: PLW0108 - tests replace it
+                    durable=durable,
+                    share=share and state is first,
+                )
 
             state.mark, state.stored = mark, LazyStore(state.weights(), opened, log)
             return state
@@ -393,12 +386,12 @@ class PrefixCache:
             return 0
         began_s = clock()
         found, columns, longest = list[Sequence[LayerCache]](), 0, [0] * len(rows)
-        for place in stores.to_read():
+        for place in stores.places:
             longer, more = self._read(stores, place, rows, columns, longest)
-            if more and (isinstance(place, StoredLayers) or place.agrees(rows, longer, more)):
+            if more and (not isinstance(place, Engine) or place.agrees(rows, longer, more)):
                 found, columns = longer, more
         for row, stored in zip(rows, longest, strict=True):
-            stores.measured.looked_up(stored, len(row.ids))
+            stores.looked_up(stored, len(row.ids))
         if not columns or self._say(state.change(whole=False)):
             return 0
         for row, layers in zip(rows, found, strict=True):
@@ -409,7 +402,7 @@ class PrefixCache:
             mine = [layers[number] if layers else None for layers in found]
             filled.update(*self._joined(rows, mine, columns, number), number)
         tokens = columns - min(row.padding for row in rows)
-        stores.measured.loaded(len(rows), tokens, clock() - began_s)
+        stores.loaded(len(rows), tokens, clock() - began_s)
         return columns
 
     def _other_ids(self, ids: torch.Tensor, first: LayerCache, known: int = 0) -> str:
@@ -432,7 +425,7 @@ class PrefixCache:
     def _computed(self, rows: int, before: int, columns: int, took_s: float) -> None:
         """Learn how long a prefill took; where it is still unknown what is stored, nothing."""
         if (stores := self._state.stored.usable()) is not None:
-            stores.measured.computed(rows, before, columns, took_s)
+            stores.computed(rows, before, columns, took_s)
 
     def _say(self, reason: str) -> bool:
         if reason and reason not in self._said:
@@ -443,7 +436,7 @@ class PrefixCache:
     def _read(
         self,
         stores: Stores,
-        place: StoredLayers | Engine,
+        place: StoredLayers,
         rows: Sequence[Row],
         least: int,
         longest: list[int],
@@ -456,7 +449,6 @@ class PrefixCache:
         """
         most, size = [len(row.ids) - 1 for row in rows], self.layout.chunk_tokens
         padding, worth = min(row.padding for row in rows), None
-        stored = place if isinstance(place, StoredLayers) else place.stored
         if least >= min(
             row.padding + end // size * size for row, end in zip(rows, most, strict=True)
         ):
@@ -466,14 +458,14 @@ class PrefixCache:
             longest[:] = map(max, longest, ends)
             columns = min(row.padding + end for row, end in zip(rows, ends, strict=True))
             if columns > padding and worth is None:
-                worth = padding + stores.measured.worth_loading(len(rows), columns - padding)
+                worth = padding + stores.worth_loading(len(rows), columns - padding)
             columns = min(columns, columns if worth is None else worth)
             if columns <= max(padding, least):
                 break
             found: list[Sequence[LayerCache]] = []
             for number, row in enumerate(rows):
                 wanted = max(0, columns - row.padding)
-                layers, most[number] = stored.read(row.ids, wanted, device_of(self._model))
+                layers, most[number] = place.read(row.ids, wanted, device_of(self._model))
                 found.append(layers)
                 if most[number] < wanted:
                     break
@@ -597,8 +589,9 @@ class PrefixCache:
         state.stored.keep(sum(layer.k.nbytes + layer.v.nbytes for layer in layers), copy)
 
     def _is_unchanged_since(self, note: _Note, state: Description) -> bool:
-        changed = "" if note.state is state else "the model changed since the load"
-        return not self._say(note.change() or changed or state.change(whole=bool(state.sums)))
+        same = note.state is state and note.tensors == state.mark[1:2]
+        changed = note.problem or ("" if same else "the model changed since the load")
+        return not self._say(changed or state.change(whole=bool(state.sums)))
 
     def _layers(self, cache: DynamicCache, rows: int) -> list[LayerCache]:
         """Return K and V of every layer, [rows, heads, columns, dim]."""

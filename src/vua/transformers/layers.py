@@ -8,7 +8,6 @@ nothing. Safe for threads, processes and forks.
 from __future__ import annotations
 
 import logging
-import threading
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import NamedTuple
@@ -16,16 +15,12 @@ from typing import NamedTuple
 import torch
 
 from vua.connector.cache_spec import Group, Model
-from vua.connector.config import ConnectorConfig
-from vua.connector.load_policy import LoadPolicy, Replies
+from vua.connector.load_policy import Replies
 from vua.connector.lookup import find
-from vua.connector.savings import Savings
-from vua.connector.setup import devices
 from vua.core import VUAConfig
 from vua.format.identity import Identity
 from vua.format.keys import token_ids
 from vua.format.layout import KVLayout
-from vua.io.forks import new_lock
 from vua.io.memory import BufferPool
 from vua.storage.location import Location
 from vua.store.namespace import Access, Namespace
@@ -61,48 +56,28 @@ def groups_of(layout: KVLayout, windows: Sequence[int | None]) -> tuple[Group, .
 
 
 class StoredLayers:
-    """A model's caches in a directory."""
+    """A model's caches under one name in a directory."""
 
     def __init__(
         self,
         root: Location,
         identity: Identity,
         groups: Sequence[Group],
+        replies: Replies,
         *,
-        config: ConnectorConfig,
         durable: bool,
-        clock: Callable[[], float],
     ) -> None:
-        """Use ``root``; nothing is opened yet.
-
-        Args:
-            root: the cache's location, as `vua.store.place.locate` returns it.
-            identity: everything that K and V depend on.
-            groups: the model's layers.
-            config: its load policy counts.
-            durable: fsync each file.
-            clock: returns seconds.
-        """
-        self._root, self.identity = root, identity
+        """Use ``root``, as `vua.store.place.locate` returns it; nothing is opened yet."""
+        self._root, self.identity, self._replies = root, identity, replies
         self._layouts = tuple(group.layout for group in groups)
         blocks = (identity.chunk_tokens,) * len(groups)
         self._model = Model(identity, tuple(groups), blocks)
-        self._policy = LoadPolicy(self._model, config, samples=False, clock=clock)
-        self._savings = Savings(self._policy.prefill)
-        kind = f"{identity.namespace} {devices()}"
-        self._savings.keep_at(str(root), kind, config.security)
         self._layers = sum(len(group.layers) for group in groups)
         self._buffers = BufferPool(VUAConfig.buffer_bytes)
         self._opened = LazyNamespace(root, identity, Access(durable=durable))
-        self._lock, self._replies = new_lock(), Replies()
+        self.close = self._opened.close
         self.misfits = False
         """Whether something of another shape was found there."""
-        self._told = False
-        """Whether a line has said that stored tokens are computed."""
-
-    def close(self) -> None:
-        self._savings.close()
-        self._opened.close()
 
     # -- load ---------------------------------------------------------------------------------
 
@@ -124,37 +99,6 @@ class StoredLayers:
         except OSError as problem:
             log.warning("%s cannot be read, a miss: %s", self._root, problem)
             return 0
-
-    def worth_loading(self, rows: int, tokens: int) -> int:
-        """Return how many of so many stored tokens of each row to load: 0 or part if slower."""
-        with self._lock:
-            decision = self._policy.decide(0, tokens, rows=rows)
-            level = logging.INFO if decision.left_out and not self._told else logging.DEBUG
-            self._told |= decision.left_out
-        text = "%d stored tokens of %d rows: %s%s"
-        more = "; they are computed, and loads are tried again" * decision.left_out
-        log.log(level, text, tokens, rows, decision, more)
-        return decision.tokens
-
-    def looked_up(self, stored: int, tokens: int) -> None:
-        """Note that so many of a row's tokens are stored."""
-        name, size = self.identity.namespace, self.identity.chunk_tokens
-        self._savings.looked_up(name, stored // size, (tokens - 1) // size, size)  # one is computed
-
-    def loaded(self, rows: int, tokens: int, took_s: float) -> None:
-        """Note how long it took to load so many tokens of each row."""
-        name = f"{threading.get_ident()}"
-        with self._lock:
-            self._policy.ordered(name, 0, tokens, rows=rows)
-            self._policy.measured({name: took_s})
-            self._policy.ended(name)
-        self._savings.loaded(tokens, 0, took_s, rows)
-
-    def computed(self, rows: int, before: int, tokens: int, took_s: float) -> None:
-        """Note how long it took to compute so many tokens of each row, after earlier ones."""
-        together = rows * tokens
-        with self._lock:
-            self._policy.prefill.measured(together, together * (before + tokens / 2), took_s)
 
     def read(
         self, ids: torch.Tensor, tokens: int, device: torch.device

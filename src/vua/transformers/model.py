@@ -351,26 +351,20 @@ def _code(model: Any) -> list[str]:
 
 
 def _checkpoint(model: Any) -> tuple[Path | None, list[Path], str]:
-    folder = None
-    try:
-        folder = _folder(model)
+    """Return a model's folder and weight files, or why no files name its caches."""
+    name, folder = str(model.config.name_or_path or ""), None
+    if not name:
+        return None, [], f"the model names no files, so no files name its caches; {_REMEDY}"
+    try:  # transformers notes the commit that it has read
+        folder = local_directory(name, getattr(model.config, "_commit_hash", None), None)
         whole = folder / "model.safetensors"  # comes before an index, as from_pretrained reads
         return folder, [whole] if whole.is_file() else checkpoint_files(folder), ""
     except ConfigError as problem:
-        return folder, [], str(problem)
-
-
-def _folder(model: Any) -> Path:
-    name = str(model.config.name_or_path or "")
-    if not name:
-        raise ConfigError(f"the model names no files, so no files name its caches; {_REMEDY}")
-    try:  # transformers notes the commit that it has read
-        return local_directory(name, getattr(model.config, "_commit_hash", None), None)
-    except ConfigError as problem:
-        raise ConfigError(
+        nowhere = (
             f"{name!r}, which the model names, is neither a directory nor in the hub's cache, so "
             f"no files name its caches; {_REMEDY}"
-        ) from problem
+        )
+        return folder, [], str(problem) if folder else nowhere
 
 
 def _name(model: Any, folder: Path | None) -> str:

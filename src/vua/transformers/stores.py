@@ -14,17 +14,24 @@ load is compared. Only where the operator says so is something stored for vLLM.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
+import threading
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from typing import TypeVar
 
 import torch
 from transformers import DynamicCache
 
-from vua.connector.cache_spec import Group
+from vua.connector.cache_spec import Group, Model
+from vua.connector.config import ConnectorConfig
+from vua.connector.load_policy import LoadPolicy, Replies
+from vua.connector.savings import Savings
+from vua.connector.setup import devices
 from vua.errors import VUAError
 from vua.format.identity import Identity
 from vua.io.forks import new_lock
+from vua.storage.location import Location
 from vua.transformers.layers import LayerCache, StoredLayers, groups_of
 from vua.transformers.model import Description
 from vua.transformers.probe import TOKENS, digest_of, layers_of, run
@@ -32,29 +39,33 @@ from vua.transformers.tensors import device_of
 
 log = logging.getLogger(__name__)
 
+_Stored = TypeVar("_Stored", bound=StoredLayers)
+
 _MOST_PROBES = 4
 """Probes stored beside each other: models with the same files and config that compute otherwise."""
 _MOST_DIFFERING = 3
 """Comparisons in a row after which another engine's chunks are left alone: each costs a load."""
 
 
-class Engine:
+class Engine(StoredLayers):
     """What another engine has stored for the model's files: compared before it is used.
 
     Engines read the same config differently, so each load is judged: the model computes the last
     chunk after what is stored before it. K and V of that chunk depend on all chunks.
     """
 
-    def __init__(self, name: str, stored: StoredLayers, described: Description) -> None:
-        self.name, self.stored, self._described = name, stored, described
-        self._agreed, self._in_a_row = False, 0
-        self.differed = False
-        """Whether a comparison has found so."""
+    name = ""
+    """The engine's."""
+    described: Description
+    """The model of transformers that reads it."""
+    differed = False
+    """Whether a comparison has found so."""
+    _agreed, _in_a_row = False, 0
 
     def longest(self, ids: torch.Tensor) -> int:
         """As `StoredLayers.longest`; 0 where so much differed that nothing is compared any more."""
-        left = self.stored.misfits or self._in_a_row >= _MOST_DIFFERING
-        return 0 if left else self.stored.longest(ids)
+        left = self.misfits or self._in_a_row >= _MOST_DIFFERING
+        return 0 if left else super().longest(ids)
 
     def agrees(
         self,
@@ -69,12 +80,12 @@ class Engine:
             found: what was read of each row, up to a column; nothing for one of padding.
             columns: up to which.
         """
-        size, device = self._described.layout.chunk_tokens, device_of(self._described.model)
+        size, device = self.described.layout.chunk_tokens, device_of(self.described.model)
         problem = ""
         for (ids, padding), layers in zip(rows, found, strict=True):
             tokens = columns - padding
             start = max(0, (tokens - 1) // size * size)
-            before, _ = self.stored.read(ids, start, device)  # windows end there
+            before, _ = self.read(ids, start, device)  # windows end there
             if start and not before:
                 return False
             if tokens > 0 and not problem:
@@ -88,10 +99,10 @@ class Engine:
         layers: Sequence[LayerCache],
         start: int,
     ) -> str:
-        past, probe, tokens = DynamicCache(), self._described.probe, layers[0].k.shape[1]
+        past, probe, tokens = DynamicCache(), self.described.probe, layers[0].k.shape[1]
         for number, (device, (k, v)) in enumerate(zip(probe.devices, before, strict=False)):
             past.update(k[None].to(device), v[None].to(device), number)
-        run(self._described.model, ids[start:tokens], past, start)
+        run(self.described.model, ids[start:tokens], past, start)
         stored = [LayerCache(k[:, start:], v[:, start:]) for k, v in layers]
         return probe.unlike(layers_of(past, start, tokens), stored)
 
@@ -100,15 +111,15 @@ class Engine:
 
         Only beside what has been compared: by a load.
         """
-        compared = self._agreed or not self.stored.longest(ids)
-        return compared and not self.differed and not self.stored.misfits
+        compared = self._agreed or not super().longest(ids)
+        return compared and not self.differed and not self.misfits
 
     def _judged(self, problem: str) -> bool:
         if problem and not self.differed:
             log.warning(
                 "%s: what %s has stored for its files is not what this model computes: %s. It is "
                 "not loaded, and nothing is stored beside it",
-                *(self._described.others.name, self.name, problem),
+                *(self.described.others.name, self.name, problem),
             )
         self._agreed, self.differed = self._agreed or not problem, self.differed or bool(problem)
         self._in_a_row = self._in_a_row + 1 if problem else 0
@@ -116,70 +127,67 @@ class Engine:
 
 
 class Stores:
-    """Where a model's caches are kept."""
+    """Where a model's caches are kept, and what loads and prefills take."""
 
     def __init__(
         self,
+        place: Location,
         identity: Identity,
         described: Description,
-        stored: Callable[[Identity, Sequence[Group]], StoredLayers],
+        config: ConnectorConfig,
+        clock: Callable[[], float],
         *,
+        durable: bool,
         share: bool,
     ) -> None:
         """Find or store the probe, and name the namespaces; nothing else is opened yet.
 
         Args:
+            place: the cache's location, as `vua.store.place.locate` returns it.
             identity: with the weights.
             described: the model in this state.
-            stored: returns the caches of an identity, of layers in these groups.
+            config: its load policy counts.
+            clock: returns seconds.
+            durable: fsync each file.
             share: store for vLLM.
         """
-        self._identity, self._described, self._stored = identity, described, stored
+        self._place, self._durable, self._replies = place, durable, Replies()
+        self._identity, self._described = identity, described
+        blocks = (identity.chunk_tokens,) * len(described.groups)
+        model = Model(identity, described.groups, blocks)
+        self._policy = LoadPolicy(model, config, samples=False, clock=clock)
+        self._savings = Savings(self._policy.prefill)
+        self._savings.keep_at(str(place), f"{identity.namespace} {devices()}", config.security)
+        self._told = False
+        """Whether a line has said that stored tokens are computed."""
         self._lock = new_lock()
-        self._settled: StoredLayers | None = None
-        self._engines = [
-            Engine(name, stored(theirs, described.groups), described)
-            for name, engine in (("vLLM", "vllm"), ("SGLang", "sglang"))
-            if (theirs := described.by_engine(engine, identity.weights)) is not None
-        ]
-        self._shared = self._engines[0] if share and self._engines else None
+        named = described.named(identity, self._probe_name())
+        self._own = self._at(named, described.groups, StoredLayers)
+        engines = list[Engine]()
+        for name, engine in (("vLLM", "vllm"), ("SGLang", "sglang")):
+            if (theirs := described.by_engine(engine, identity.weights)) is not None:
+                found = self._at(theirs, described.groups, Engine)
+                found.name, found.described = name, described
+                engines.append(found)
+        self.places: Sequence[StoredLayers] = self._own, *engines
+        """Where something may be stored, its own first."""
+        self._shared = engines[0] if share and engines else None
         """Where it stores for vLLM."""
-        if self._shared is None:
-            self._own()
-            if share:
-                log.warning(
-                    "%s: stored for itself: its tensors are not those of its files, or its K and V "
-                    "have no form that is the same in vLLM",
-                    identity.name,
-                )
+        if share and self._shared is None:
+            log.warning(
+                "%s: stored for itself: its tensors are not those of its files, or its K and V "
+                "have no form that is the same in vLLM",
+                identity.name,
+            )
 
-    def _own(self) -> StoredLayers:
-        with self._lock:
-            if self._settled is None:
-                probe = _settled(self._identity, self._described, self._stored)
-                named = self._described.named(self._identity, probe)
-                self._settled = self._stored(named, self._described.groups)
-            return self._settled
+    def _at(self, identity: Identity, groups: Sequence[Group], kind: type[_Stored]) -> _Stored:
+        return kind(self._place, identity, groups, self._replies, durable=self._durable)
 
     @property
     def identity(self) -> Identity:
         """Under which it stores."""
         shared = self._shared
-        where = shared.stored if shared is not None and not shared.differed else self._own()
-        return where.identity
-
-    @property
-    def measured(self) -> StoredLayers:
-        """The measurements of how long loads and prefills take."""
-        return self._own() if self._shared is None else self._shared.stored
-
-    def to_read(self) -> Iterator[StoredLayers | Engine]:
-        """Yield where something may be stored, its own first."""
-        if self._shared is None:
-            yield self._own()
-        yield from self._engines
-        if self._shared is not None and self._shared.differed:
-            yield self._own()
+        return (self._own if shared is None or shared.differed else shared).identity
 
     def save(
         self,
@@ -191,45 +199,79 @@ class Stores:
     ) -> int:
         """As `StoredLayers.save`, where what was computed is stored, see `Engine.takes`."""
         shared = self._shared
-        where = shared.stored if shared is not None and shared.takes(ids) else self._own()
+        where = shared if shared is not None and shared.takes(ids) else self._own
         return where.save(ids, layers, may, loaded, prompt)
 
     def close(self) -> None:
-        if self._settled is not None:
-            self._settled.close()
-        for engine in self._engines:
-            engine.stored.close()
+        self._savings.close()
+        for stored in self.places:
+            stored.close()
 
+    # -- what loads and prefills take ---------------------------------------------------------
 
-def _settled(
-    identity: Identity,
-    described: Description,
-    caches: Callable[[Identity, Sequence[Group]], StoredLayers],
-) -> str:
-    probe, layout = described.probe, replace(described.layout, chunk_tokens=TOKENS)
-    name = replace(described.named(identity, "probes"), chunk_tokens=TOKENS)
-    stored = caches(name, groups_of(layout, [None] * layout.layers))
-    free: torch.Tensor | None = None
+    def worth_loading(self, rows: int, tokens: int) -> int:
+        """Return how many of so many stored tokens of each row to load: 0 or part if slower."""
+        with self._lock:
+            decision = self._policy.decide(0, tokens, rows=rows)
+            level = logging.INFO if decision.left_out and not self._told else logging.DEBUG
+            self._told |= decision.left_out
+        text = "%d stored tokens of %d rows: %s%s"
+        more = "; they are computed, and loads are tried again" * decision.left_out
+        log.log(level, text, tokens, rows, decision, more)
+        return decision.tokens
 
-    def agreeing(ids: torch.Tensor) -> str:
-        nonlocal free
-        layers: Sequence[LayerCache] = []
-        if stored.longest(ids):
-            layers, _ = stored.read(ids, TOKENS, device_of(described.model))
-        if not layers:
-            free = ids if free is None else free
-            return ""
-        return "" if probe.unlike(probe.layers, layers, each=True) else digest_of(layers)
+    def looked_up(self, stored: int, tokens: int) -> None:
+        """Note that so many of a row's tokens are stored."""
+        name, size = self.identity.namespace, self._identity.chunk_tokens
+        self._savings.looked_up(name, stored // size, (tokens - 1) // size, size)  # one is computed
 
-    try:
-        for number in range(_MOST_PROBES):
-            if name_of := agreeing(torch.full((TOKENS,), number)):
-                return name_of
-        if free is not None:
-            with suppress(VUAError, OSError):  # read-only or full: named by its own bytes
-                stored.save(free, probe.layers, lambda: True)
-            if name_of := agreeing(free):  # another process may have been first
-                return name_of
-        return digest_of(probe.layers)
-    finally:
-        stored.close()
+    def loaded(self, rows: int, tokens: int, took_s: float) -> None:
+        """Note how long it took to load so many tokens of each row."""
+        name = f"{threading.get_ident()}"
+        with self._lock:
+            self._policy.ordered(name, 0, tokens, rows=rows)
+            self._policy.measured({name: took_s})
+            self._policy.ended(name)
+        self._savings.loaded(tokens, 0, took_s, rows)
+
+    def computed(self, rows: int, before: int, tokens: int, took_s: float) -> None:
+        """Note how long it took to compute so many tokens of each row, after earlier ones."""
+        together = rows * tokens
+        with self._lock:
+            self._policy.prefill.measured(together, together * (before + tokens / 2), took_s)
+
+    # -- the probe ----------------------------------------------------------------------------
+
+    def _probe_name(self) -> str:
+        """Return the name of the stored probe that agrees with the model's, or store its own."""
+        probe, layout = self._described.probe, self._described.layout
+        named = self._described.named(self._identity, "probes")
+        stored = self._at(
+            replace(named, chunk_tokens=TOKENS),
+            groups_of(replace(layout, chunk_tokens=TOKENS), [None] * layout.layers),
+            StoredLayers,
+        )
+        free: torch.Tensor | None = None
+
+        def agreeing(ids: torch.Tensor) -> str:
+            nonlocal free
+            layers: Sequence[LayerCache] = []
+            if stored.longest(ids):
+                layers, _ = stored.read(ids, TOKENS, device_of(self._described.model))
+            if not layers:
+                free = ids if free is None else free
+                return ""
+            return "" if probe.unlike(probe.layers, layers, each=True) else digest_of(layers)
+
+        try:
+            for number in range(_MOST_PROBES):
+                if name_of := agreeing(torch.full((TOKENS,), number)):
+                    return name_of
+            if free is not None:
+                with suppress(VUAError, OSError):  # read-only or full: named by its own bytes
+                    stored.save(free, probe.layers, lambda: True)
+                if name_of := agreeing(free):  # another process may have been first
+                    return name_of
+            return digest_of(probe.layers)
+        finally:
+            stored.close()

@@ -14,8 +14,6 @@ import hashlib
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import CancelledError, ThreadPoolExecutor
-from contextlib import suppress
-from operator import attrgetter
 from typing import Any, Final, TypeVar
 
 import torch
@@ -181,7 +179,6 @@ Mark = tuple[object, ...]
 _NESTED: Final = frozenset((list, tuple, set, dict))
 _PLAIN: Final = _NESTED | {int, float, str, bool}
 _MODULE: Final = frozenset(vars(nn.Module())) - {"training"}
-_BACKENDS: Final = ("cuda.matmul", "cudnn", "cudnn.conv", "mkldnn", "mkldnn.matmul", "mkldnn.conv")
 
 
 def light_mark(model: Any) -> Mark:
@@ -227,7 +224,6 @@ def mark_of(model: Any) -> Mark:
     return (
         light_mark(model),
         tensor_mark(model),
-        tuple([_flag(path) for path in _BACKENDS]),
         tuple([_plain(vars(config)) for config in configs]),
         tuple([_attributes(module) for module in modules_of(model)]),
     )
@@ -247,10 +243,3 @@ def _plain(values: dict[str, Any]) -> Mark:
             if type(value) in _PLAIN
         ]
     )
-
-
-def _flag(path: str) -> object:
-    """Return the precision of one of torch's backends; it raises for mixtures of settings."""
-    with suppress(AttributeError, RuntimeError):
-        return attrgetter(f"{path}.fp32_precision")(torch.backends)
-    return None

@@ -122,19 +122,36 @@ class ChangedModelTest(TransformersTest):
                 self.assertEqual(plain, self.plain(reader, prompt))
 
     def test_within_a_call(self) -> None:
-        """A change while tokens are generated: nothing of the call is stored."""
+        """A change while tokens are generated, or a hook on and off: nothing of it is stored."""
         from transformers import LogitsProcessor
 
-        model = self.load()
-
         class Changing(LogitsProcessor):
+            def __init__(self, model: Any) -> None:
+                self.model, self.handle = model, None
+
             def __call__(self, _: Any, scores: torch.Tensor) -> torch.Tensor:
-                model.model.layers[0].self_attn.v_proj.weight.data *= 1.5
+                self.model.model.layers[0].self_attn.v_proj.weight.data *= 1.5
                 return scores
 
-        with self.reusing(model):
-            model.generate(PROMPT, logits_processor=[Changing()], **GREEDY)
-        self.assertEqual(0, self.loaded(self.load()))
+        class Hooking(Changing):
+            handle: Any
+
+            def __call__(self, _: Any, scores: torch.Tensor) -> torch.Tensor:
+                if self.handle is not None:
+                    self.handle.remove()
+                mlp = self.model.model.layers[0].mlp
+                self.handle = mlp.register_forward_hook(lambda *args: args[2] * 3)
+                return scores
+
+        for kind in (Changing, Hooking):
+            with self.subTest(kind.__name__):
+                model = self.load()
+                with self.reusing(model):
+                    processor = kind(model)
+                    model.generate(PROMPT, logits_processor=[processor], **GREEDY)
+                    if processor.handle is not None:
+                        processor.handle.remove()
+                self.assertEqual(0, self.loaded(self.load()))
 
     @pytest.mark.thorough
     def test_own_identity(self) -> None:
@@ -212,29 +229,6 @@ class ChangedModelTest(TransformersTest):
                 prefixes.save(other, cache)
 
     @pytest.mark.thorough
-    def test_a_hook_within_a_call(self) -> None:
-        """Put on and off while tokens are generated: nothing of the call is stored."""
-        from transformers import LogitsProcessor
-
-        model = self.load()
-
-        class Hooking(LogitsProcessor):
-            handle: Any = None
-
-            def __call__(self, _: Any, scores: torch.Tensor) -> torch.Tensor:
-                if self.handle is not None:
-                    self.handle.remove()
-                mlp = model.model.layers[0].mlp
-                self.handle = mlp.register_forward_hook(lambda *args: args[2] * 3)
-                return scores
-
-        with self.reusing(model):
-            hooking = Hooking()
-            model.generate(PROMPT, logits_processor=[hooking], **GREEDY)
-            hooking.handle.remove()
-        self.assertEqual(0, self.loaded(self.load()))
-
-    @pytest.mark.thorough
     def test_copies(self) -> None:
         """A copy or a pickle of the model inside of the block is a plain model."""
         model = self.load()
@@ -248,22 +242,6 @@ class ChangedModelTest(TransformersTest):
             self.assertEqual(expected, self.plain(model))
             mine = model.generate = lambda *_, **__: None
         self.assertIs(mine, model.generate)
-
-    @pytest.mark.thorough
-    def test_beams_by_hand(self) -> None:
-        """`save` refuses rows that beams have moved."""
-        model, rows = self.load(), torch.cat([PROMPT, PROMPT.flip(1)])
-        beams = {"num_beams": 4, "num_return_sequences": 4, **GREEDY, "max_new_tokens": 30}
-        prefixes = self.prefixes(model)
-        cache, own = empty(prefixes), empty(prefixes)
-        out = model.generate(PROMPT, past_key_values=cache, **beams)
-        with self.assertRaisesRegex(InputError, "beams"):
-            prefixes.save(out, cache)
-        prefixes.save(PROMPT.repeat_interleave(4, dim=0), cache)
-        out = model.generate(rows, past_key_values=own, **GREEDY)
-        self.assertEqual(6, prefixes.save(out, own))  # control: a batch of one's own
-        self.assertEqual(96, prefixes.load(PROMPT.flip(1)).num_tokens)
-        self.check_clean((PROMPT, self.plain(self.load()), [96]))
 
     @pytest.mark.thorough
     def test_what_transformers_makes_of_a_call(self) -> None:
@@ -290,22 +268,3 @@ class ChangedModelTest(TransformersTest):
             with self.reusing(asked := model()):
                 for call in (first, second, first, second):
                     self.assertEqual(whole if call else inferred, ask(asked, **call))
-
-    @pytest.mark.thorough
-    def test_dynamic(self) -> None:
-        """`cache_implementation="dynamic"` is what is used anyway, however it is said."""
-        from transformers import GenerationConfig
-
-        model = self.load()
-        expected = self.plain(model)
-        config = GenerationConfig(cache_implementation="dynamic", **GREEDY)
-        with self.reusing(model) as prefixes:
-            calls: list[dict[str, Any]] = [
-                {"cache_implementation": "dynamic", **GREEDY},
-                {"generation_config": config},
-            ]
-            for call in calls:
-                self.assertEqual(expected, model.generate(PROMPT, **call)[0].tolist())
-            model.generation_config.cache_implementation = "dynamic"
-            self.assertEqual(expected, self.plain(model))
-            self.assertEqual(96, prefixes.load(PROMPT).num_tokens)

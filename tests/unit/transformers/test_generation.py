@@ -158,6 +158,7 @@ class GenerationTest(TransformersTest):
             "sampling beams": {"do_sample": True, "num_beams": 2},
             "penalty": {"repetition_penalty": 1.3, "no_repeat_ngram_size": 2},
             "dynamic": {"cache_implementation": None, "use_cache": True},
+            "dynamic in words": {"cache_implementation": "dynamic"},
         }
         for name, way in ways.items():
             with self.subTest(name):

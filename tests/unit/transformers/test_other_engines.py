@@ -71,12 +71,11 @@ class TestOtherEngines(TransformersTest):
         other = self.save(model, share=True)  # nothing was loaded, so nothing compared
         self.assertEqual(chunks, self.by_vllm())
         longer = torch.cat([PROMPT[:, :100], PROMPT], dim=1)
-        with self.assertLogs("vua.transformers", "WARNING") as said:
-            loaded = other.load(longer)
-        self.assertEqual(96, loaded.num_tokens)  # its own
+        loaded = other.load(longer)
+        self.assertEqual(96, loaded.num_tokens)  # its own, so nothing is compared
         cache = computed(model, longer[:, 96:], loaded.cache)
         self.assertGreater(other.save(longer, cache), 0)
-        self.assertEqual((chunks, 1), (self.by_vllm(), len(said.output)))
+        self.assertEqual(chunks, self.by_vllm())
         self.assertEqual(WHOLE, other.load(PROMPT).num_tokens)  # its own
 
         model = self.model()
