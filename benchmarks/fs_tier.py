@@ -102,8 +102,7 @@ class Jobs:
         from vllm.v1.kv_offload.factory import OffloadingSpecFactory  # noqa: F401 - in order
         from vllm.v1.kv_offload.tiering.fs import manager
 
-        from vua.vllm.rows import ENGINES, Engine
-        from vua.vllm.tier import VUATier
+        from vua.vllm.tier import ENGINES, Engine, VUATier
         from vua.weights import Weights
 
         pages = mmap.mmap(-1, rows * ROW_NBYTES)  # whole pages, as O_DIRECT needs them
@@ -137,7 +136,7 @@ class Jobs:
         from vllm.v1.kv_offload.base import LookupResult, ReqContext, make_offload_key
         from vllm.v1.kv_offload.tiering.base import TransferJob
 
-        from vua.vllm.rows import Terms
+        from vua.vllm.tier import Terms
 
         context = ReqContext(f"{number} {load}")
         self.tier.on_new_request(context)

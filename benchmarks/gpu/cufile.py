@@ -23,8 +23,7 @@ import torch
 from files import drop_from_page_cache
 from harness import Bench, PosixMover, expect, once
 
-from vua.device.gds import Gds
-from vua.device.movers import CuFileMover, Mover
+from vua.device.gds import CuFileMover, Gds, Mover
 
 FILES = 16
 

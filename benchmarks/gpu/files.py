@@ -14,8 +14,7 @@ import torch
 from harness import Arms, Bench, PosixMover, expect, medians, once
 
 from vua.device.copy import gather
-from vua.device.gds import DirectReader, Gds
-from vua.device.movers import CuFileMover
+from vua.device.gds import CuFileMover, DirectReader, Gds
 from vua.device.paged import PagedCache, slots_of
 from vua.device.staging import Staging
 from vua.format.identity import Identity

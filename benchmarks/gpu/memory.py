@@ -11,9 +11,8 @@ import numpy as np
 import torch
 from harness import Arms, Bench, expect, medians
 
-from vua.device.copy import choose
-from vua.device.moves import Job, plan
-from vua.device.moves import move as torch_move
+from vua.device.copy import Job, choose, plan
+from vua.device.copy import move as torch_move
 from vua.device.paged import PagedCache, slots_of
 from vua.device.staging import Staging
 from vua.format.layout import KVLayout

@@ -17,8 +17,7 @@ from vllm.v1.kv_offload.base import LookupResult, make_offload_key
 from vllm.v1.kv_offload.config import OffloadingGroupConfig
 
 from vua.format.keys import extras_parent
-from vua.vllm.rows import ENGINES, Engine, Terms
-from vua.vllm.tier import VUATier
+from vua.vllm.tier import ENGINES, Engine, Terms, VUATier
 from vua.weights import Weights
 
 TOKENS = 16

@@ -40,8 +40,7 @@ from vua.connector.cache_spec import UncachedError
 from vua.connector.config import ConnectorConfig
 from vua.connector.group_transfer import BlockTables, GroupTransfer, PageLayouts, Tables
 from vua.connector.metadata import GroupLoad, LoadOrder
-from vua.device.gds import DirectReader, Gds
-from vua.device.movers import CuFileMover
+from vua.device.gds import CuFileMover, DirectReader, Gds
 from vua.device.paged import slots_of
 from vua.device.staging import DeviceBuffer, Fence, Staging
 from vua.device.xxh3 import SHORT, DigestCheck, Digests, kernel_for

@@ -1,10 +1,9 @@
 """Moves tokens between an engine's paged KV cache and canonical chunk arrays, on CPU tensors.
 
-`move` is the way of `vua.device.copy` for CPU tensors: the loop in C. `PagedKV` is a cache whose
-pages an engine's CPU backend packs in a way of its own (`PageForm`), addressed by block tables. It
-copies exactly the bytes of the given tokens, with any bit patterns, and writes nothing else. There
-are no locks: the caller, a connector's worker, ensures that the same tokens are not written
-meanwhile.
+`PagedKV` is a cache whose pages an engine's CPU backend packs in a way of its own (`PageForm`),
+addressed by block tables. It copies exactly the bytes of the given tokens, with any bit patterns,
+and writes nothing else. There are no locks: the caller, a connector's worker, ensures that the same
+tokens are not written meanwhile.
 """
 
 from __future__ import annotations
@@ -19,45 +18,10 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from vua import native
-from vua.device import moves
-from vua.device.moves import Job
+from vua.device.copy import Job, check_slots, copy_runs, plan
 from vua.device.paged import PagedCache, PagedLayout, Rows, slots_of
 from vua.errors import InputError, LayoutError
-from vua.native import NOWHERE, MemoryMap, Spread, StridedCopy
-
-
-def move(job: Job, *, store: bool) -> None:
-    """Make the move, see `vua.device.moves.Move`; releases the GIL once."""
-    ordered = np.sort(job.slots.numpy(), axis=None)
-    if store and bool(((ordered[1:] == ordered[:-1]) & (ordered[1:] >= 0)).any()):
-        moves.move(job, store=store)  # two threads would mix the bytes of one slot
-    else:
-        _copy_runs(job, store=store)
-
-
-def _copy_runs(job: Job, *, store: bool) -> None:
-    """Copy K and V by boxes, one per layer and run of tokens, with both sides' strides."""
-    layout, size, copies = job.cache.layout, job.cache.itemsize, []
-    first, slot, counts = moves.runs(job.slots.numpy(), layout.block_size)
-    block, place = np.divmod(slot, layout.block_size)
-    for rows, table, chunk in zip(layout.arrays, job.cache.table, job.chunks, strict=True):
-        if not rows.step:
-            continue
-        pages = table.numpy()[:, None] + (block * rows.block + place * rows.slot) * size
-        inside = rows.head * size, rows.slot * size, rows.step * job.word.itemsize
-        tokens, word = max(1, chunk.shape[3]), chunk.element_size()
-        of_chunk, head, layer, row, column = (step * word for step in chunk.stride())
-        lines = chunk.data_ptr() + np.arange(chunk.shape[2])[:, None] * layer
-        lines = lines + (first // tokens * of_chunk + first % tokens * row)
-        (target, to), (source, from_) = (lines, (head, row, column)), (pages, inside)
-        if store:
-            (target, to), (source, from_) = (source, from_), (target, to)
-        shape = chunk.shape[1], chunk.shape[4], word
-        many = np.broadcast_to(counts, lines.shape)
-        copies.append(StridedCopy(shape, to, from_, target, source, many))
-    native.copy_strided(copies)
-
+from vua.native import NOWHERE, MemoryMap, Spread
 
 _Ids: TypeAlias = Sequence[SupportsIndex]
 
@@ -218,7 +182,7 @@ class PagedKV:
         if (token_start | skip) % size or n_tokens % size:
             return False
         found = slots_of(block_ids, self._block_size, token_start, token_start + n_tokens)
-        moves.check_slots(self._cache, found, n_tokens)
+        check_slots(self._cache, found, n_tokens)
         pages, slots = np.divmod(found.numpy()[::size], layout.block_size)
         first = skip // size
         for offsets, rows in zip(memory.segment_offset, layout.arrays, strict=True):
@@ -235,10 +199,10 @@ class PagedKV:
             raise InputError(f"{count} tokens after {skip} are not in {number} of {tokens}")
         slots = np.full(number * tokens, -1, dtype=np.int64)
         slots[skip : skip + count] = slots_of(ids, self._block_size, start, start + count).numpy()
-        job = moves.plan(self._cache, torch.from_numpy(slots), k, v)
+        job = plan(self._cache, torch.from_numpy(slots), k, v)
         if not count:
             return
-        _copy_runs(job, store=store)
+        copy_runs(job, store=store)
         for at, rows in enumerate(self._cache.layout.arrays):
             if not rows.step:
                 self._move_each(job, at, store=store)

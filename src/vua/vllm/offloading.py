@@ -8,6 +8,7 @@ client may choose. Weights and adapters are watched in the workers, as by the ot
 
 from __future__ import annotations
 
+import ctypes
 import math
 import platform
 import time
@@ -18,6 +19,7 @@ from functools import partial
 from itertools import takewhile
 from typing import Any, Final
 
+import torch
 import vllm
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import OffloadingWorkerMetadata
@@ -25,6 +27,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.offloading.config import build
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import OffloadingConnector
 from vllm.platforms import current_platform
 from vllm.v1.kv_offload.base import LookupResult, ReqContext
+from vllm.v1.kv_offload.cpu import gpu_worker, spec
 
 from vua.connector.cache_spec import UncachedError, refused
 from vua.connector.extras import AdapterBook, AdapterNote, Media, together
@@ -33,13 +36,11 @@ from vua.connector.lookup import branches
 from vua.connector.setup import code_of, joined
 from vua.errors import ConfigError, VUAError
 from vua.vllm.cache_spec import _name, _specs_of, is_causal, known_kind, stored_as
-from vua.vllm.cpu_copies import lend
-from vua.vllm.engine_identity import engine_identity, find_weights, pages_identity
+from vua.vllm.engine_identity import ENGINE, engine_identity, find_weights, pages_identity, setup_of
 from vua.vllm.engine_worker import memory_of
 from vua.vllm.kv_connector_v1 import RunningCode
-from vua.vllm.rows import ENGINES, Engine, Terms
-from vua.vllm.setup import ENGINE, setup_of
 from vua.vllm.support import adapters_spill, check_drafts, check_starts, is_tested
+from vua.vllm.tier import ENGINES, Engine, Terms
 
 log = logger("tier")
 
@@ -366,3 +367,64 @@ def _check(vllm_config: Any) -> None:
     if not _hash_of(vllm_config).startswith("sha256"):
         raise UncachedError("other hashes can collide: --prefix-caching-hash-algo sha256")
     check_drafts(vllm_config)
+
+
+class _Event(torch.cpu.Event):
+    def __init__(self, *, enable_timing: bool = False) -> None:
+        """Take what a torch event takes."""
+
+    def elapsed_time(self, later: _Event) -> float:
+        return 0.0
+
+
+class _Platform:
+    """vLLM's own, as a device that offloading takes; its streams are torch's for CPUs."""
+
+    def __getattr__(self, name: str) -> Any:
+        return (lambda: True) if name == "is_cuda_alike" else getattr(current_platform, name)
+
+
+class _Torch:
+    """torch, with events of a CPU."""
+
+    Event = _Event
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(torch, name)
+
+
+class _Blocks(torch.Tensor):
+    """An engine's blocks, as offloading expects them."""
+
+    is_cuda = property(lambda _: True)
+
+
+def _copy(src: torch.Tensor, dst: torch.Tensor, sizes: torch.Tensor, **_: Any) -> None:
+    for one, other, nbytes in zip(src.tolist(), dst.tolist(), sizes.tolist(), strict=True):
+        ctypes.memmove(other, one, nbytes)
+
+
+def _pin(region: Any, **_: Any) -> None:
+    region.is_pinned = True
+
+
+def lend() -> None:
+    """Let vLLM's offloading run in this process, which is a CPU engine's."""
+    if isinstance(spec.current_platform, _Platform):
+        return
+    moves: Any = gpu_worker.SingleDirectionOffloadingHandler
+
+    class OnCPU(moves):
+        def __init__(self, gpu_tensors: list[torch.Tensor], **given: Any) -> None:
+            blocks = [one.as_subclass(_Blocks) for one in gpu_tensors]
+            super().__init__(gpu_tensors=blocks, **given)
+
+    lent: dict[str, Any] = {
+        "current_platform": _Platform(),
+        "torch": _Torch(),
+        "_select_swap_blocks_fn": lambda *_, **__: _copy,
+        "pin_mmap_region": _pin,
+        "SingleDirectionOffloadingHandler": OnCPU,
+    }
+    vars(gpu_worker).update(lent)
+    vars(spec).update(current_platform=lent["current_platform"])

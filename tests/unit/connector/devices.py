@@ -9,7 +9,7 @@ import torch
 
 from helpers import PosixMover
 from vua.connector import device_transfer
-from vua.device.movers import CuFileMover, Mover
+from vua.device.gds import CuFileMover, Mover
 
 
 def mover(device: torch.device) -> Mover:

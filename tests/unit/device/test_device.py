@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import ModuleType
 from unittest import mock
 
 import pytest
@@ -19,9 +19,8 @@ import torch
 
 import vua.device.paged
 from helpers import bits, has_native, noise
-from vua.device import cpu_pages, moves
-from vua.device.copy import choose, gather, proves, scatter
-from vua.device.moves import Job, Move
+from vua.device.copy import Job, Move, choose, gather, move_on_cpu, proves, scatter
+from vua.device.copy import move as torch_move
 from vua.device.paged import PagedCache, slots_of
 from vua.errors import InputError, LayoutError
 from vua.serdes import DTYPES
@@ -196,7 +195,7 @@ def copy_by_hand(
 class MovesTest(unittest.TestCase):
     """Both means of moving rows against the obvious copy; subclasses name the means."""
 
-    move: Move | None = staticmethod(moves.move)
+    move: Move | None = staticmethod(torch_move)
     device = CPU
     dtypes = tuple(DTYPES.values())
     sizes: tuple[tuple[int, int, bool], ...] = ((1, 7, False), (2, 5, True))
@@ -264,20 +263,17 @@ def chunks_of(engine: Engine, dtype: torch.dtype, count: int, tokens: int) -> li
 class HostTest(MovesTest):
     """What is chosen on a CPU: the loop in C."""
 
-    move = staticmethod(cpu_pages.move)
+    move = staticmethod(move_on_cpu)
 
     def setUp(self) -> None:
-        never = SimpleNamespace(runs=moves.runs, move=mock.Mock(side_effect=AssertionError))
-        patch = mock.patch.object(cpu_pages, "moves", never)
-        patch.start()
-        self.addCleanup(patch.stop)
+        self.enterContext(mock.patch("vua.device.copy.move", side_effect=AssertionError))
 
     def test_repeated_slots(self) -> None:
         """Where two tokens share a slot one of them is there, whole: PyTorch copies these."""
         paged = PagedCache.of(torch.zeros(1, 2, 1, SLOTS, 2 * 64, dtype=torch.int16), "LBHNC")
         k, v = torch.stack([torch.arange(1.0, 4)] * 64, 1).to(torch.int16).expand(2, 1, 1, 3, 64)
-        never = mock.patch.object(cpu_pages.native, "copy_strided", side_effect=AssertionError)
-        with mock.patch.object(cpu_pages, "moves", moves), never:
+        never = mock.patch("vua.native.copy_strided", side_effect=AssertionError)
+        with mock.patch("vua.device.copy.move", torch_move), never:
             scatter(paged, torch.tensor([1, 2, 1]), k, v)
 
         rows = paged.arrays[0][0][0, :, 0]
@@ -328,7 +324,7 @@ class InterpretedKernelTest(MovesTest):
             slots = torch.tensor(draw.sample(range(blocks * block_size), tokens))
             with self.subTest(case=case, heads=heads, dim=dim, block_size=block_size, dtype=dtype):
                 after = []
-                for move in (self.move, moves.move):
+                for move in (self.move, torch_move):
                     mine = memory.clone()
                     k, v = noise(2, heads, 2, tokens, dim, dtype=dtype, seed=case)
                     paged = PagedCache.of(mine, "LBHNC")
@@ -368,7 +364,7 @@ class GPUMovesTest(MovesTest):
 
     def test_choice(self) -> None:
         """The kernel is used where Triton is installed."""
-        expected = "vua.device.kernels" if HAS_TRITON else "vua.device.moves"
+        expected = "vua.device.kernels" if HAS_TRITON else "vua.device.copy"
         self.assertEqual(expected, choose(self.device).__module__)
 
 
@@ -379,16 +375,16 @@ class NegativeControlTest(unittest.TestCase):
         """The trial refuses a move that shifts a token, forgets V, or writes slots it must not."""
 
         def shifted(job: Job, *, store: bool) -> None:
-            moves.move(replace(job, slots=job.slots.roll(1)), store=store)
+            torch_move(replace(job, slots=job.slots.roll(1)), store=store)
 
         def without_v(job: Job, *, store: bool) -> None:
-            moves.move(replace(job, chunks=(job.chunks[0], job.chunks[0].clone())), store=store)
+            torch_move(replace(job, chunks=(job.chunks[0], job.chunks[0].clone())), store=store)
 
         def careless(job: Job, *, store: bool) -> None:
-            moves.move(replace(job, slots=job.slots.clamp(min=0)), store=store)
+            torch_move(replace(job, slots=job.slots.clamp(min=0)), store=store)
 
         def wrong_way(job: Job, *, store: bool) -> None:
-            moves.move(job, store=not store)
+            torch_move(job, store=not store)
 
         for wrong in (shifted, without_v, careless, wrong_way):
             with self.subTest(wrong=wrong.__name__):

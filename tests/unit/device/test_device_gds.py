@@ -21,11 +21,10 @@ import xxhash
 
 import vua.device
 from helpers import SOON_S, DirectoryTest, PosixMover, flip, keys_of, save_chunk, swap
-from vua.device import movers, xxh3
+from vua.device import xxh3
 from vua.device.buffers import StagingBuffer
 from vua.device.copy import synchronize
-from vua.device.gds import DirectReader, Gds
-from vua.device.movers import CuFileMover, Mover
+from vua.device.gds import CuFileMover, DirectReader, Gds, Mover, driver_present
 from vua.errors import ConfigError, StorageError
 from vua.format.identity import Identity
 from vua.format.layout import KVLayout
@@ -37,10 +36,10 @@ CPU = torch.device("cpu")
 
 
 def interpreted() -> ModuleType:
-    name = "xxh3_kernel_interpreted"
+    name = "kernels_interpreted"
     if name not in sys.modules:
         importlib.import_module("triton")
-        path = Path(vua.device.__file__).with_name("xxh3_kernel.py")
+        path = Path(vua.device.__file__).with_name("kernels.py")
         spec = importlib.util.spec_from_file_location(name, path)
         module = importlib.util.module_from_spec(spec)
         sys.modules[name] = module
@@ -134,7 +133,7 @@ class InterpretedChecksumsTest(ChecksumsTest):
         from triton.backends.compiler import GPUTarget
         from triton.compiler import ASTSource
 
-        from vua.device import xxh3_kernel as compiled
+        from vua.device import kernels as compiled
 
         if os.environ.get("TRITON_INTERPRET") == "1":
             self.skipTest("Triton interprets everything in this process")
@@ -273,13 +272,13 @@ class TrialTest(DirectoryTest):
     def test_no_driver(self) -> None:
         """Without a CUDA driver cuFile is not even imported."""
         with (
-            mock.patch.object(movers, "driver_present", return_value=False),
+            mock.patch("vua.device.gds.driver_present", return_value=False),
             mock.patch.dict(sys.modules, {"cuda": None, "cuda.bindings": None}),
             self.assertRaisesRegex(StorageError, "libcuda.so.1"),
         ):
             CuFileMover(torch.device("cuda:0"))
         if not torch.cuda.is_available():
-            self.assertFalse(movers.driver_present())
+            self.assertFalse(driver_present())
 
     @pytest.mark.thorough
     def test_packages(self) -> None:

@@ -14,8 +14,11 @@ import pytest
 if find_spec("vllm"):
     from vllm import envs
 
-    from vua.vllm.config_fields import EXCLUDED_VARIABLES, NEUTRAL_VARIABLES
-    from vua.vllm.engine_identity import environment_that_counts
+    from vua.vllm.engine_identity import (
+        EXCLUDED_VARIABLES,
+        NEUTRAL_VARIABLES,
+        environment_that_counts,
+    )
 
 pytestmark = pytest.mark.vllm
 

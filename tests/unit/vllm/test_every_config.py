@@ -34,8 +34,7 @@ class EveryConfigTest(ConfigTest):
         """A digest of the identity, and the setup, of an engine with this model's configuration."""
         from vllm.transformers_utils.config import get_hf_text_config
 
-        from vua.vllm.engine_identity import engine_identity
-        from vua.vllm.setup import setup_of
+        from vua.vllm.engine_identity import engine_identity, setup_of
 
         model = self.made.model_config
         model.hf_config, model.hf_text_config = config, get_hf_text_config(config)

@@ -44,8 +44,12 @@ from vua.security.keyring import tenant_of, write_key  # noqa: E402
 from vua.storage.base import Batch, ReadResult  # noqa: E402
 from vua.storage.local import LocalStorage  # noqa: E402
 from vua.store.store import Loader, LoadResult  # noqa: E402
-from vua.vllm.rows import ENGINES, Engine, Terms  # noqa: E402
-from vua.vllm.tier import VUATier  # noqa: E402
+from vua.vllm.tier import (  # noqa: E402
+    ENGINES,
+    Engine,
+    Terms,
+    VUATier,
+)
 from vua.weights import Weights  # noqa: E402
 
 pytestmark = pytest.mark.vllm

@@ -1,4 +1,4 @@
-"""Every field of vLLM's configuration stands in `vua.vllm.config_fields`, and does as said there.
+"""Every field of vLLM's configuration stands in `vua.vllm.engine_identity`, and does as said there.
 
 `vllm_fields.json` has the fields of the releases that VUA knows: what `classes_reached` finds.
 """
@@ -117,7 +117,7 @@ class TableTest(unittest.TestCase):
 
     def test_nothing_else_is_listed(self) -> None:
         """The table names no field that no release has; nor one twice."""
-        from vua.vllm.config_fields import EXCLUDED, HOLDERS, NEUTRAL
+        from vua.vllm.engine_identity import EXCLUDED, HOLDERS, NEUTRAL
 
         known = {pair for release in RELEASES for pair in fields_of(release)}
         listed = [
@@ -157,7 +157,7 @@ def part(name: str, /, **fields: Any) -> Any:
 
 def whole(changed: tuple[str, str, Any] | None = None, **model: Any) -> Any:
     """A configuration with every listed field neutral, and one of them changed or added."""
-    from vua.vllm.config_fields import EXCLUDED, HOLDERS, NEUTRAL
+    from vua.vllm.engine_identity import EXCLUDED, HOLDERS, NEUTRAL
 
     def make(name: str) -> Any:
         excluded = [f for fields in EXCLUDED.get(name, {}).values() for f in fields]
@@ -201,8 +201,7 @@ class SettingsTest(unittest.TestCase):
     @pytest.mark.thorough
     def test_excluded(self) -> None:
         """No value of an excluded field matters, not even one that cannot be told."""
-        from vua.vllm.config_fields import EXCLUDED
-        from vua.vllm.engine_identity import Settings
+        from vua.vllm.engine_identity import EXCLUDED, Settings
 
         walked = 0
         for name, reasons in EXCLUDED.items():

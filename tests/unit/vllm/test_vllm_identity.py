@@ -136,7 +136,7 @@ class EngineFieldsTest(unittest.TestCase):
 
     def test_setup(self) -> None:
         """A restart has the setup of before, whatever memory was free and however long it took."""
-        from vua.vllm.setup import setup_of
+        from vua.vllm.engine_identity import setup_of
 
         def made(blocks: int, seconds: float, **engine: Any) -> str:
             made = self.configure(model=str(self.model), **engine)

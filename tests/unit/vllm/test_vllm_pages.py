@@ -38,7 +38,7 @@ class ClassesTest(unittest.TestCase):
         from transformers import CONFIG_MAPPING
 
         from vua.vllm.cache_spec import describe
-        from vua.vllm.setup import setup_of
+        from vua.vllm.engine_identity import setup_of
 
         made = engine_config(llama(), **{"dtype": "bfloat16"} | config)
         if like != "llama":
