@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import signal
+from importlib.util import find_spec
 from typing import Any
 
 import pytest
@@ -15,6 +16,9 @@ gc.disable()  # until all is imported: to look for garbage would be a fifth of t
 os.environ.update(HF_HUB_OFFLINE="1", TRANSFORMERS_OFFLINE="1", VLLM_NO_USAGE_STATS="1")
 # Several processes share the cores: their threads would wait for each other at each operator.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+collect_ignore_glob = [] if find_spec("vllm") else ["unit/vllm/test_[!s]*"]
+"""Tests of what subclasses vLLM's classes, which they import."""
 
 # A shell starts what runs in the background (`dev.py test &`) with Ctrl-C ignored, and what the
 # tests start would inherit that.

@@ -69,8 +69,8 @@ ENCODERS = "tests/e2e/test_identity.py::EncodersTest::"
 CLASSES = "tests/e2e/test_classes.py::TestClasses::test_"
 TIER = "tests/e2e/test_tier.py::TierTest::test_"
 LENT = "CPU, tier"
-ARCHITECTURES, ALONE = "tests/e2e/test_classes.py::", "CPU, alone"
-PAGES_OF = "tests/unit/vllm/test_vllm_pages.py::"
+ARCHITECTURES, ALONE = "tests/e2e/test_architectures.py::", "CPU, alone"
+PAGES_OF = "tests/unit/vllm/test_refusals.py::"
 LEFT = "left to the tier"
 
 

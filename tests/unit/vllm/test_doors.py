@@ -8,15 +8,21 @@ import os
 import unittest
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from importlib.util import find_spec
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
 import pytest
 from engine_configs import ConfigTest, Given, on
+from vllm.config import KVTransferConfig
+from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 
 from model_classes import ROWS
+from vua.connector.log import WarnOnce, logger
+from vua.errors import ConfigError
+from vua.vllm import register
+from vua.vllm.support import announce, arrange, check_version, door_of
+from vua.vllm.tier import VUATier  # the class that the configuration names
 
 pytestmark = pytest.mark.vllm
 
@@ -39,7 +45,6 @@ def both(*changes: Given) -> Iterator[None]:
         yield
 
 
-@unittest.skipUnless(find_spec("vllm"), "vLLM is not installed")
 class DoorsTest(ConfigTest):
     @classmethod
     def setUpClass(cls) -> None:
@@ -49,8 +54,6 @@ class DoorsTest(ConfigTest):
 
     def door(self, *changes: Given, platform: str = "cuda", **variables: str) -> tuple[str, str]:
         """The door of the engine with these changes, and why."""
-        from vua.vllm.support import door_of
-
         with ExitStack() as stack:
             stack.enter_context(on(platform))
             stack.enter_context(memory())
@@ -132,8 +135,6 @@ class DoorsTest(ConfigTest):
 
     def test_named(self) -> None:
         """VUA_DOOR names it; one that cannot be is refused, in words."""
-        from vua.errors import ConfigError
-
         sleep = self.odd()["sleep mode"]
         self.assertEqual("connector", self.door(sleep, VUA_DOOR="connector")[0])
         self.assertEqual("tier", self.door(VUA_DOOR="tier")[0])
@@ -148,8 +149,6 @@ class DoorsTest(ConfigTest):
 
     def arranged(self, transfer: Any = None, platform: str = "cuda", **values: Any) -> Any:
         """The configuration with VUA_PATH, as the engine gets it."""
-        from vua.vllm.support import arrange
-
         made = copy.copy(self.made)
         made.kv_transfer_config, made.cache_config = transfer, copy.copy(made.cache_config)
         for name, value in values.items():
@@ -161,10 +160,6 @@ class DoorsTest(ConfigTest):
 
     def test_tier(self) -> None:
         """It gets the directory, the user's settings, and the memory that he or the machine has."""
-        from vllm.config import KVTransferConfig
-
-        from vua.vllm.tier import VUATier  # the class that the configuration names
-
         for values, size in (
             ({"cache_dtype": "fp8"}, 32 * GIB),
             ({"kv_offloading_size": 2.5}, 5 * GIB // 2),
@@ -193,11 +188,6 @@ class DoorsTest(ConfigTest):
 
     def test_names(self) -> None:
         """A user's configuration, or a MultiConnector's, needs no module path."""
-        from vllm.config import KVTransferConfig
-        from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
-
-        from vua.vllm import register
-
         register()
         own, tier = "VUAStorageConnector_V1", "VUAOffloadingConnector"
         for name, expected in (("VUA", own), (own, own), (tier, tier)):
@@ -215,3 +205,36 @@ class DoorsTest(ConfigTest):
             self.assertEqual(2.0, made.cache_config.kv_offloading_size)
             self.assertEqual(1, len(logged.output))
             self.assertIn(f"served without VUA: RuntimeError('{name}')", logged.output[0])
+
+
+RANGES = r"works with 0\.28 to 0\.33\."
+
+
+class VersionsTest(unittest.TestCase):
+    def check(self, version: str) -> None:
+        with mock.patch("vllm.__version__", version):
+            check_version()
+
+    def test_supported(self) -> None:
+        """The whole range, its patch and pre-releases, and builds that have no number."""
+        for version in ("0.28.0", "0.32.0+cpu", "0.33.1rc2.dev5+g1234", "0.34.0", "mine"):
+            with self.subTest(version):
+                self.check(version)
+
+    def test_refused(self) -> None:
+        """The text names what was found, what works, and what to do."""
+        with self.assertRaisesRegex(ConfigError, rf"0\.27\.1.*{RANGES}.*Install"):
+            self.check("0.27.1")
+
+    def test_what_was_not_run(self) -> None:
+        """A newer release says that VUA never ran with it; the others do not."""
+        for version in ("0.34.0", "0.28.0", "0.30.2", "0.32.0+cpu", "0.33.0", "mine"):
+            with (
+                self.subTest(version),
+                mock.patch("vllm.__version__", version),
+                mock.patch("vua.vllm.support.warn_once", WarnOnce(logger())),
+                self.assertLogs("vllm.vua", "INFO") as logged,
+            ):
+                announce(None)
+                said = [line for line in logged.output if "never run with" in line]
+                self.assertEqual(version == "0.34.0", bool(said))

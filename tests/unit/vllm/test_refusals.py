@@ -12,18 +12,38 @@ import unittest
 from collections.abc import Callable
 from contextlib import ExitStack
 from functools import partial
-from importlib.util import find_spec
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
-from engine_configs import ConfigTest, Given, on
+from engine_configs import ConfigTest, Given, engine_config, on
+from vllm.config import ECTransferConfig, MultiModalConfig
+from vllm.distributed.kv_transfer import kv_transfer_state as state
+from vllm.model_executor.models.llama import LlamaForCausalLM
+from vllm.v1 import kv_cache_interface
+from vllm.v1 import kv_cache_interface as found
+from vllm.v1.kv_cache_interface import (
+    FullAttentionSpec,
+    MambaSpec,
+    MLAAttentionSpec,
+    SlidingWindowSpec,
+)
 
+from e2e.engine import ENVIRONMENT
+from e2e.harness import llama
 from scheduling import request_of
-from vua.connector.cache_spec import REFUSALS
+from vua.connector.cache_spec import REFUSALS, UncachedError
 from vua.connector.config import ConnectorConfig
+from vua.connector.extras import Media
+from vua.connector.lookup import Lookup, Lookups
+from vua.connector.request import RequestOptions
+from vua.errors import ConfigError
+from vua.store.place import create_namespace, locate
+from vua.vllm.cache_spec import check_place, describe
+from vua.vllm.engine_identity import find_weights, setup_of
+from vua.vllm.support import check_drafts, check_engine, check_starts, door_of, has_load_interface
 
 pytestmark = pytest.mark.vllm
 
@@ -47,7 +67,6 @@ class Item(dict[str, Any]):
     """As vLLM's `MultiModalKwargsItem`: a mapping that can be referred to weakly."""
 
 
-@unittest.skipUnless(find_spec("vllm"), "vLLM is not installed")
 class RefusalsTest(ConfigTest):
     @classmethod
     def setUpClass(cls) -> None:
@@ -56,8 +75,6 @@ class RefusalsTest(ConfigTest):
 
     def described(self, *specs: Any, made: Any = None, config: Any = None) -> Any:
         """How the connector describes an engine whose layers have such caches."""
-        from vua.vllm.cache_spec import describe
-
         tables = [
             SimpleNamespace(layer_names=[f"model.layers.{at}.attn"], kv_cache_spec=spec)
             for at, spec in enumerate(specs)
@@ -68,8 +85,6 @@ class RefusalsTest(ConfigTest):
 
     def spec(self, kind: str = "FullAttentionSpec", **more: Any) -> Any:
         """One of vLLM's descriptions of a cache."""
-        from vllm.v1 import kv_cache_interface
-
         sizes = {"block_size": 32, "num_kv_heads": 2, "head_size": 32, "dtype": torch.float32}
         return getattr(kv_cache_interface, kind)(**sizes | more)
 
@@ -88,9 +103,6 @@ class RefusalsTest(ConfigTest):
     @staticmethod
     def why_not(ask: Callable[[], object]) -> str:
         """Why it is refused; "" if it is not."""
-        from vua.connector.cache_spec import UncachedError
-        from vua.errors import ConfigError
-
         try:
             found = ask()
         except (UncachedError, ConfigError) as problem:
@@ -132,16 +144,12 @@ class RefusalsTest(ConfigTest):
 
     def assert_no_connector(self) -> None:
         """An engine that is started without the option has none."""
-        from vllm.distributed.kv_transfer import kv_transfer_state as state
-
         self.assertIsNone(self.made.kv_transfer_config)
         state.ensure_kv_transfer_initialized(self.made, SimpleNamespace())  # type: ignore[arg-type]
         self.assertFalse(state.has_kv_transfer_group())
 
     def assert_tier(self) -> None:
         """The user may name it for this engine."""
-        from vua.vllm.support import door_of
-
         offloads = self.given("cache_config", kv_offloading_size=1.0)
         with offloads, mock.patch.dict(os.environ, VUA_DOOR="tier"):
             for device in ("cuda", "cpu"):
@@ -159,9 +167,7 @@ class RefusalsTest(ConfigTest):
     # -- engines ----------------------------------------------------------------------------------
 
     def row_tier_alone(self) -> None:
-        """Also caches of another form, which `test_vllm_pages` has."""
-        from vua.vllm.support import check_engine
-
+        """Also caches of another form, see `ClassesTest`."""
         kind, text = type(self.made.model_config), self.made.model_config.hf_text_config
         draft = SimpleNamespace(method="eagle")
         for change in (
@@ -190,8 +196,6 @@ class RefusalsTest(ConfigTest):
         self.row("mixed_blocks", self.engine, kept)
 
     def row_encoder_decoder(self) -> None:
-        from vua.vllm.support import check_starts
-
         kind = self.given("model_config", is_encoder_decoder=True)
         self.row("encoder_decoder", lambda: check_starts(self.made), kind)
 
@@ -217,8 +221,6 @@ class RefusalsTest(ConfigTest):
         self.row("unidentified", self.engine, trusted, elsewhere, advised=here)
 
     def find(self) -> None:
-        from vua.vllm.engine_identity import find_weights
-
         find_weights(self.made, threading.Event())
 
     def row_weights(self) -> None:
@@ -231,8 +233,6 @@ class RefusalsTest(ConfigTest):
             self.row("weights", self.find, self.given(part, **values))
 
     def row_more_weights(self) -> None:
-        from vllm.model_executor.models.llama import LlamaForCausalLM
-
         more = mock.patch.object(LlamaForCausalLM, "secondary_weights", (), create=True)
         self.row("more_weights", self.find, more)
 
@@ -267,8 +267,6 @@ class RefusalsTest(ConfigTest):
     # -- guesses ----------------------------------------------------------------------------------
 
     def row_draft_method(self) -> None:
-        from vua.vllm.support import check_drafts
-
         for method in ("draft_model", "dflash"):
             for better in ("ngram", "eagle", "mtp"):
                 self.assertIn(better, REFUSALS["draft_method"].do)
@@ -292,8 +290,6 @@ class RefusalsTest(ConfigTest):
             )
 
     def row_on_host(self) -> None:
-        from vua.vllm.cache_spec import check_place
-
         for table in ({"host_resident": True}, {"enable_kv_transfer": False}):
             placed = SimpleNamespace(**table)
             self.row("on_host", lambda placed=placed: check_place(placed))
@@ -329,14 +325,10 @@ class RefusalsTest(ConfigTest):
 
     def sees(self, **values: Any) -> Given:
         """The model takes images, with such settings."""
-        from vllm.config import MultiModalConfig
-
         return self.given("model_config", multimodal_config=MultiModalConfig(**values))
 
     def look(self, *features: Any, media: Any = None, refused: str = "") -> Callable[[], object]:
         """Ask whether a request with these images is cached."""
-        from vua.connector.extras import Media
-
         found = media or Media("s", refused, 8)
         return lambda: found.look_at(features)
 
@@ -346,8 +338,6 @@ class RefusalsTest(ConfigTest):
         self.row("no_images", image, then=self.look(refused=why))
 
     def row_other_encoder(self) -> None:
-        from vllm.config import ECTransferConfig
-
         other = ECTransferConfig(ec_connector="ECExampleConnector", ec_role="ec_consumer")
         apart = self.given("", ec_transfer_config=other)
         self.row("other_encoder", self.images, self.sees(), apart, advised=(self.sees(),))
@@ -366,8 +356,6 @@ class RefusalsTest(ConfigTest):
         self.row("processor", self.images, self.sees(), gone, advised=(self.sees(),))
 
     def row_no_content(self) -> None:
-        from vua.connector.extras import Media
-
         media = Media("s", "", 8)
         nothing = self.look(feature(None, "a"), media=media)
         for better in (pixels(1, "b"), pixels(1, "its hash")):
@@ -380,8 +368,6 @@ class RefusalsTest(ConfigTest):
             self.row("content", self.look(odd), then=self.look())
 
     def row_identifiers(self) -> None:
-        from vua.connector.extras import Media
-
         media = Media("s", "", 8)
         self.assertEqual("", self.why_not(self.look(pixels(1, "a"), media=media)))
         other = self.look(pixels(2, "a"), media=media)
@@ -389,11 +375,6 @@ class RefusalsTest(ConfigTest):
 
     def row_adapter(self) -> None:
         """The workers have answered that they do not hold it; a request without it is looked up."""
-        from vua.connector.extras import Media
-        from vua.connector.lookup import Lookup, Lookups
-        from vua.connector.request import RequestOptions
-        from vua.store.place import create_namespace, locate
-
         model = self.described(self.spec())
         place = locate(self.root / "kv")
         namespace = create_namespace(place, model.identity, [one.layout for one in model.groups])
@@ -410,3 +391,103 @@ class RefusalsTest(ConfigTest):
         with self.assertLogs("vllm.vua", "WARNING") as told:
             held = SimpleNamespace(lora_path="/adapter")
             self.row("adapter", lambda: asked(held), then=lambda: asked(None))
+
+
+class ClassesTest(unittest.TestCase):
+    """Each with its own class of configuration, as vLLM resolves it, with caches of small sizes."""
+
+    def setUp(self) -> None:
+        self.enterContext(mock.patch.dict(os.environ, ENVIRONMENT))
+        if not has_load_interface():
+            self.skipTest("models with several groups are cached with vLLM 0.30 and newer")
+
+    def groups(
+        self, *tables: dict[str, Any], gpu: bool = True, like: str = "llama", **config: Any
+    ) -> list[str]:
+        """The groups' names of a model of the type ``like``, with such caches."""
+        from transformers import CONFIG_MAPPING
+
+        made = engine_config(llama(), **{"dtype": "bfloat16"} | config)
+        if like != "llama":
+            made.model_config.hf_config = CONFIG_MAPPING[like]()
+            made.model_config.hf_text_config = made.model_config.hf_config.get_text_config()
+        self.assertRegex(setup_of(made), "^[0-9a-f]{64}$")
+        named = []
+        for specs in tables:
+            (first, *others) = dict.fromkeys(specs.values())
+            wrapped = SimpleNamespace(kv_cache_specs=specs, block_size=first.block_size)
+            spec = wrapped if others else first
+            named.append(SimpleNamespace(layer_names=[*specs], kv_cache_spec=spec))
+        caches = SimpleNamespace(kv_cache_groups=named, num_blocks=40)
+        settings = ConnectorConfig(shared_storage_path="/kv", chunk_tokens=256)
+        with on("cuda" if gpu else "cpu"):
+            self.model = describe(made, caches, settings)
+        return [group.layout.group for group in self.model.groups]
+
+    def left_to_the_tier(self, what: str, *tables: dict[str, Any], **given: Any) -> None:
+        """This is refused, with what to do."""
+        words = f"does not serve {what}: set VUA_DOOR=tier, which needs vLLM 0.32"
+        for gpu in (True, False):
+            with self.assertRaisesRegex(UncachedError, words):
+                self.groups(*tables, gpu=gpu, **given)
+
+    def test_indexers(self) -> None:
+        """DeepSeek V3.2 and GLM-5; latents alone are the connector's."""
+        latent = {"block_size": 64, "num_kv_heads": 1, "head_size": 576, "dtype": torch.bfloat16}
+        keys = latent | {"head_size": 132, "dtype": torch.uint8}
+        latents = {f"model.layers.{n}.attn": MLAAttentionSpec(**latent) for n in range(3)}
+        indexers = {f"model.layers.{n}.indexer": MLAAttentionSpec(**keys) for n in range(3)}
+        for like in ("deepseek_v32", "glm_moe_dsa"):
+            self.left_to_the_tier("an indexer", latents | indexers, like=like)
+        self.left_to_the_tier("a MLAAttentionSpec", latents | indexers)
+        self.assertEqual([""], self.groups(latents))
+
+    def test_hybrids(self) -> None:
+        """Qwen3-Next, Qwen 3.5 and Nemotron-H, also where the configuration does not tell."""
+        state = MambaSpec(
+            block_size=528,
+            shapes=((3, 64), (4, 8, 8)),
+            dtypes=(torch.bfloat16, torch.float32),
+            mamba_cache_mode="align",
+        )
+        full = FullAttentionSpec(block_size=528, num_kv_heads=2, head_size=32, dtype=torch.bfloat16)
+        for like in ("qwen3_next", "qwen3_5", "nemotron_h"):
+            tables = {"layers.0.gdn": state}, {"layers.1.attn": full}
+            self.left_to_the_tier("a MambaSpec", *tables, like=like)
+
+    def test_quantised(self) -> None:
+        """Scales beside elements, several elements in a byte; fp8 of one scale is known."""
+        same = {"block_size": 16, "num_kv_heads": 2, "head_size": 32, "dtype": torch.uint8}
+        for more in ({"state_content_bytes": 72}, {"num_head_slots": 1, "state_content_bytes": 52}):
+            specs = {f"layers.{n}.attn": FullAttentionSpec(**same, **more) for n in range(2)}
+            self.left_to_the_tier("a FullAttentionSpec", specs, kv_cache_dtype="fp8")
+        plain = {"layers.0.attn": FullAttentionSpec(**same)}
+        self.assertEqual([""], self.groups(plain, kv_cache_dtype="fp8"))
+        self.assertEqual("F8_E4M3", self.model.identity.kv_dtype)
+
+    def test_heads_that_differ(self) -> None:
+        """Gemma 4."""
+        same = {"block_size": 16, "num_kv_heads": 2, "head_size": 32, "dtype": torch.bfloat16}
+        window = SlidingWindowSpec(sliding_window=128, **same)
+        full = FullAttentionSpec(**same | {"num_kv_heads": 1, "head_size": 64})
+        windows = {f"layers.{n}.attn": window for n in range(2)}
+        for like in ("gemma4", "gemma4_text"):
+            tables = windows, {"layers.2.attn": full}
+            self.left_to_the_tier("such a FullAttentionSpec", *tables, like=like)
+        self.assertEqual(["w128"], self.groups(windows))
+
+    def test_compressed(self) -> None:
+        """DeepSeek V4: latents of 4 and of 128 tokens each, windows, a ring that no hit needs."""
+        if not hasattr(found, "CircularBufferSpec"):
+            self.skipTest("this vLLM has no such caches")
+        same = {"block_size": 256, "num_kv_heads": 1, "head_size": 584, "dtype": torch.uint8}
+        latents = {"layers.0.attn": found.MLAAttentionSpec(**same, tokens_per_state=4)}
+        window = found.SlidingWindowMLASpec(**same | {"block_size": 64}, sliding_window=128)
+        ring = found.CircularBufferSpec(**same | {"block_size": 7})
+        given = {"like": "deepseek_v4", "kv_cache_dtype": "fp8"}
+        tables = latents, {"layers.0.swa": window}, {"layers.1.ring": ring}
+        self.left_to_the_tier("an indexer", *tables, **given)
+        del given["like"]
+        self.left_to_the_tier("a CircularBufferSpec", tables[2], **given)
+        self.left_to_the_tier("a SlidingWindowMLASpec", *tables[1:2], **given)
+        self.left_to_the_tier("a MLAAttentionSpec", latents, **given)

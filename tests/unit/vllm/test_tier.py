@@ -15,42 +15,35 @@ from unittest import mock
 
 import numpy as np
 import pytest
-
-pytest.importorskip("vllm")
-tiering = pytest.importorskip("vllm.v1.kv_offload.tiering.base")
-base = pytest.importorskip("vllm.v1.kv_offload.base")
-if not hasattr(base.ReqContext, "get_offload_key_position"):
-    pytest.skip("this vLLM tells a tier no positions", allow_module_level=True)
-
-from vllm.v1.kv_offload.base import LookupResult, ReqContext, make_offload_key  # noqa: E402
-from vllm.v1.kv_offload.config import (  # noqa: E402
+from vllm.v1.kv_offload.base import LookupResult, ReqContext, make_offload_key
+from vllm.v1.kv_offload.config import (
     OffloadingCacheConfig,
     OffloadingConfig,
     OffloadingGroupConfig,
     OffloadingModelConfig,
     OffloadingParallelConfig,
 )
-from vllm.v1.kv_offload.factory import OffloadingSpecFactory  # noqa: E402, F401 - imports in order
-from vllm.v1.kv_offload.tiering.base import JobResult, TransferJob  # noqa: E402
+from vllm.v1.kv_offload.factory import OffloadingSpecFactory  # noqa: F401 - imports in order
+from vllm.v1.kv_offload.tiering.base import JobResult, TransferJob
 
-from commands import told  # noqa: E402
-from e2e.damage import flip, stored, truncate  # noqa: E402
-from helpers import SOON_S, DirectoryTest  # noqa: E402
-from vua.capacity.saved import parted_at  # noqa: E402
-from vua.connector.log import logger  # noqa: E402
-from vua.connector.proved import written  # noqa: E402
-from vua.errors import ConfigError  # noqa: E402
-from vua.security.keyring import tenant_of, write_key  # noqa: E402
-from vua.storage.base import Batch, ReadResult  # noqa: E402
-from vua.storage.local import LocalStorage  # noqa: E402
-from vua.store.store import Loader, LoadResult  # noqa: E402
-from vua.vllm.tier import (  # noqa: E402
+from commands import told
+from e2e.damage import flip, stored, truncate
+from helpers import SOON_S, DirectoryTest
+from vua.capacity.saved import parted_at
+from vua.connector.log import logger
+from vua.connector.proved import written
+from vua.errors import ConfigError
+from vua.security.keyring import tenant_of, write_key
+from vua.storage.base import Batch, ReadResult
+from vua.storage.local import LocalStorage
+from vua.store.store import Loader, LoadResult
+from vua.vllm.tier import (
     ENGINES,
     Engine,
     Terms,
     VUATier,
 )
-from vua.weights import Weights  # noqa: E402
+from vua.weights import Weights
 
 pytestmark = pytest.mark.vllm
 

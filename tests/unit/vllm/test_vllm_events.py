@@ -5,44 +5,39 @@ from __future__ import annotations
 import os
 import shutil
 import unittest
-from importlib.util import find_spec
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
+import msgspec
 import pytest
+import torch
+import zmq
+from vllm.distributed.kv_events import (
+    MEDIUM_STORAGE,
+    AllBlocksCleared,
+    BlockRemoved,
+    BlockStored,
+    KVEventBatch,
+)
+from vllm.v1.kv_cache_interface import FullAttentionSpec
 
 from commands import TOKENS, SocketTest
 from helpers import keys_of, remove_tree
+from vua.connector import events
+from vua.connector.cache_spec import Group, Model
 from vua.format.identity import Identity
 from vua.format.keys import KeyChain, token_ids
 from vua.format.layout import KVLayout
+from vua.vllm.kv_connector_v1 import BlockEvents
 
 pytestmark = pytest.mark.vllm
-
-if find_spec("vllm"):
-    import msgspec
-    import torch
-    import zmq
-    from vllm.distributed.kv_events import (
-        MEDIUM_STORAGE,
-        AllBlocksCleared,
-        BlockRemoved,
-        BlockStored,
-        KVEventBatch,
-    )
-    from vllm.v1.kv_cache_interface import FullAttentionSpec
-
-    from vua.connector import events
-    from vua.connector.cache_spec import Group, Model
-    from vua.vllm.kv_connector_v1 import BlockEvents
 
 CHUNK = 16
 IDS = list(range(64))
 LAYOUT = KVLayout(1, 2, 8, 8, "BF16", CHUNK)
 
 
-@unittest.skipUnless(find_spec("vllm"), "vLLM is not installed")
 class EventPublisherTest(unittest.TestCase):
     def setUp(self) -> None:
         """The chunks of a prompt of 64 tokens; hashes in events are not shortened to integers."""
@@ -175,7 +170,6 @@ class EventPublisherTest(unittest.TestCase):
         self.assertEqual(set(), believed)
 
 
-@unittest.skipUnless(find_spec("vllm"), "vLLM is not installed")
 class DirectoryTest(SocketTest):
     """`vua events`, as a router of vLLM's events reads it."""
 

@@ -8,18 +8,42 @@ from __future__ import annotations
 import dataclasses
 import functools
 import json
+import logging
+import os
 import typing
 import unittest
 from collections.abc import Iterator
 from importlib.util import find_spec
 from itertools import chain
+from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
+from engine_configs import ConfigTest
 from packaging.version import Version
+from vllm import envs
+from vllm.config import VllmConfig
+from vllm.transformers_utils import config as of_vllm
+from vllm.transformers_utils.config import get_hf_text_config
 
 from helpers import TESTS
+from vua.connector.cache_spec import UncachedError
+from vua.format.identity import config_digest
+from vua.vllm.engine_identity import (
+    EXCLUDED,
+    EXCLUDED_VARIABLES,
+    HOLDERS,
+    NEUTRAL,
+    NEUTRAL_VARIABLES,
+    Settings,
+    engine_identity,
+    environment_that_counts,
+    known_fields,
+    settings_of,
+    setup_of,
+)
 
 pytestmark = pytest.mark.vllm
 
@@ -105,8 +129,6 @@ def classes_reached(root: type) -> dict[str, type]:
 class TableTest(unittest.TestCase):
     def test_every_field_is_listed(self) -> None:
         """No field of a known release is in neither list, or in both."""
-        from vua.vllm.engine_identity import known_fields
-
         for release in RELEASES:
             fields = list(fields_of(release))
             self.assertGreater(len(fields), 400)
@@ -117,8 +139,6 @@ class TableTest(unittest.TestCase):
 
     def test_nothing_else_is_listed(self) -> None:
         """The table names no field that no release has; nor one twice."""
-        from vua.vllm.engine_identity import EXCLUDED, HOLDERS, NEUTRAL
-
         known = {pair for release in RELEASES for pair in fields_of(release)}
         listed = [
             *((name, f) for name, by in EXCLUDED.items() for fs in by.values() for f in fs),
@@ -132,7 +152,6 @@ class TableTest(unittest.TestCase):
     def test_lists_are_those_of_the_installed_vllm(self) -> None:
         """What was read from the sources of a release is what its classes have."""
         import vllm
-        from vllm.config import VllmConfig
 
         found = Version(vllm.__version__)
         release = f"{found.major}.{found.minor}"
@@ -157,7 +176,6 @@ def part(name: str, /, **fields: Any) -> Any:
 
 def whole(changed: tuple[str, str, Any] | None = None, **model: Any) -> Any:
     """A configuration with every listed field neutral, and one of them changed or added."""
-    from vua.vllm.engine_identity import EXCLUDED, HOLDERS, NEUTRAL
 
     def make(name: str) -> Any:
         excluded = [f for fields in EXCLUDED.get(name, {}).values() for f in fields]
@@ -182,27 +200,20 @@ def whole(changed: tuple[str, str, Any] | None = None, **model: Any) -> Any:
     return make("VllmConfig")
 
 
-@unittest.skipUnless(find_spec("vllm"), "vLLM is not installed")
 class SettingsTest(unittest.TestCase):
     """What the walk makes of values, one by one; no engine is asked."""
 
     def counted(self, changed: tuple[str, str, Any] | None = None) -> Any:
         """What counts of a configuration with one field changed."""
-        from vua.vllm.engine_identity import settings_of
-
         return settings_of(whole(changed), torch.float32)
 
     def test_neutral(self) -> None:
         """A configuration with nothing but neutral values adds nothing."""
-        from vua.vllm.engine_identity import Settings
-
         self.assertEqual(Settings(), self.counted())
 
     @pytest.mark.thorough
     def test_excluded(self) -> None:
         """No value of an excluded field matters, not even one that cannot be told."""
-        from vua.vllm.engine_identity import EXCLUDED, Settings
-
         walked = 0
         for name, reasons in EXCLUDED.items():
             for field in chain(*reasons.values()):
@@ -241,7 +252,114 @@ class SettingsTest(unittest.TestCase):
 
     def test_no_lasting_form(self) -> None:
         """What cannot be told apart is refused, with the field's name."""
-        from vua.connector.cache_spec import UncachedError
-
         with self.assertRaisesRegex(UncachedError, "VllmConfig.new"):
             self.counted(("VllmConfig", "new", object()))
+
+
+def counted(backend: str | None = None, tp_size: int = 1, **variables: str) -> dict[str, Any]:
+    """What an engine's environment adds."""
+    config = SimpleNamespace(
+        attention_config=SimpleNamespace(backend=backend),
+        parallel_config=SimpleNamespace(tensor_parallel_size=tp_size),
+    )
+    with mock.patch.dict(os.environ, variables):
+        return environment_that_counts(config)
+
+
+class EnvironmentTest(unittest.TestCase):
+    def test_every_variable_is_listed_once(self) -> None:
+        """A variable of the installed release is excluded with a reason, or counts."""
+        excluded = [name for names in EXCLUDED_VARIABLES.values() for name in names]
+        self.assertEqual(len(excluded), len({*excluded}))
+        self.assertEqual(set(), NEUTRAL_VARIABLES.keys() & {*excluded})
+        self.assertEqual(
+            set(), envs.environment_variables.keys() - NEUTRAL_VARIABLES.keys() - {*excluded}
+        )
+
+    def test_what_counts(self) -> None:
+        """What changes the function counts; what chooses a kernel, or says the usual, does not."""
+        self.assertEqual({}, counted())
+        usual = {name: values[0] for name, values in NEUTRAL_VARIABLES.items() if values}
+        self.assertEqual({}, counted(**usual))
+        self.assertEqual({}, counted(VLLM_CPU_KVCACHE_SPACE="3", VLLM_USE_TRITON_AWQ="1"))
+        for name in NEUTRAL_VARIABLES:
+            with self.subTest(name):
+                found = counted(**{name: "another"})
+                self.assertEqual({name: "another"}, found["vua.vllm_environment"])
+        with mock.patch.dict(envs.environment_variables, {"VLLM_OF_NEXT_YEAR": lambda: 1}):
+            self.assertNotEqual({}, counted(VLLM_OF_NEXT_YEAR="1"))
+
+    def test_batch_invariant_engines(self) -> None:
+        """They share with those that round alike alone."""
+        on = {"VLLM_BATCH_INVARIANT": "1"}
+        self.assertEqual(counted(**on), counted(**on))
+        others = [
+            counted(**on), counted(), counted(backend="OTHER", **on), counted(tp_size=2, **on),
+        ]  # fmt: skip
+        with mock.patch("vllm.platforms.current_platform") as elsewhere:
+            elsewhere.get_device_name.return_value = "NVIDIA H200"
+            elsewhere.is_cpu.return_value = False
+            others.append(counted(**on))
+            elsewhere.get_device_name.return_value = "NVIDIA H100 80GB HBM3"
+            others.append(counted(**on))
+        self.assertEqual(6, len({str(each) for each in others}))
+
+
+NEEDS_PARTS = (
+    "encoder-decoder musicgen musicgen_melody nougat rag speech-encoder-decoder "
+    "vision-encoder-decoder vision-text-dual-encoder"
+)
+"""Types whose classes have no default: they are made of other configurations."""
+
+
+class EveryConfigTest(ConfigTest):
+    """In the place of a small model's, in what vLLM makes of its arguments; no engine is needed."""
+
+    def setUp(self) -> None:
+        logging.disable(logging.WARNING)  # of transformers, about its own defaults
+        self.addCleanup(logging.disable, logging.NOTSET)
+
+    def describe(self, config: Any) -> tuple[str, str]:
+        """A digest of the identity, and the setup, of an engine with this model's configuration."""
+        model = self.made.model_config
+        model.hf_config, model.hf_text_config = config, get_hf_text_config(config)
+        counted = engine_identity(self.made, torch.float32).config
+        return config_digest(counted), setup_of(self.made)
+
+    def test_layers_that_differ(self) -> None:
+        """Gemma 4, some of whose fields raise an error when they are read; each setting counts."""
+        from transformers import Gemma4Config, Gemma4TextConfig
+
+        found = [
+            self.describe(one)
+            for one in (
+                Gemma4Config(),
+                Gemma4TextConfig(),
+                Gemma4TextConfig(global_head_dim=256),
+                Gemma4TextConfig(),
+            )
+        ]
+        self.assertEqual(found[1], found[3])
+        self.assertEqual(3, len({label for label, _ in found}))
+        self.assertEqual(3, len({setup for _, setup in found}))
+
+    @pytest.mark.thorough
+    def test_every_class(self) -> None:
+        """All of them with their defaults, except those that have none."""
+        from transformers import CONFIG_MAPPING
+
+        classes: dict[str, Any] = {**CONFIG_MAPPING, **of_vllm._CONFIG_REGISTRY}
+        done = 0
+        for name in sorted(classes):
+            try:
+                made = classes[name]()
+            except Exception as problem:  # noqa: BLE001 - not ours
+                needs = isinstance(problem, ImportError | OSError)  # a package, a download
+                unknown = name in of_vllm._CONFIG_REGISTRY or name in NEEDS_PARTS.split()
+                self.assertTrue(needs or unknown, f"{name}: {problem}")
+                continue
+            with self.subTest(name):
+                label, setup = self.describe(made)
+                self.assertEqual([64, 64], [len(label), len(setup)])
+                done += 1
+        self.assertGreater(done, 500)

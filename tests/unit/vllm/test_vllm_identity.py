@@ -5,6 +5,7 @@ One case per field of the engine; those of a request are in test_request_fields.
 
 from __future__ import annotations
 
+import copy
 import json
 import os
 import shutil
@@ -12,7 +13,6 @@ import tempfile
 import threading
 import unittest
 from collections.abc import Callable
-from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -20,13 +20,24 @@ from unittest import mock
 
 import pytest
 import torch
-from engine_configs import engine_config
+from engine_configs import ConfigTest, engine_config
+from vllm.model_executor.model_loader import register_model_loader
+from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
+from vllm.model_executor.models.llama import LlamaForCausalLM
+from vllm.model_executor.models.registry import ModelRegistry
+from vllm.model_executor.models.ultravox import UltravoxModel
+from vllm.v1.kv_cache_interface import FullAttentionSpec
 
 from e2e.engine import ENVIRONMENT
 from helpers import flip
 from small_models import make_model
+from vua.connector.cache_spec import UncachedError
 from vua.connector.config import ConnectorConfig
 from vua.format.layout import KVLayout
+from vua.transformers import identity_of
+from vua.vllm.cache_spec import describe
+from vua.vllm.engine_identity import find_weights, has_secondary, pages_identity, setup_of
+from vua.weights import Weights
 
 pytestmark = pytest.mark.vllm
 
@@ -35,7 +46,6 @@ PROMPT = list(range(64))
 LONG_ROPE = {"rope_type": "default", "rope_theta": 500000.0}
 
 
-@unittest.skipUnless(find_spec("vllm"), "vLLM is not installed")
 class EngineFieldsTest(unittest.TestCase):
     """Through `describe`, with the configuration that vLLM itself makes of the arguments."""
 
@@ -57,11 +67,6 @@ class EngineFieldsTest(unittest.TestCase):
 
     def described(self, made: Any, **vua: Any) -> Any:
         """How the connector describes an engine of this configuration."""
-        from vllm.v1.kv_cache_interface import FullAttentionSpec
-
-        from vua.vllm.cache_spec import describe
-        from vua.vllm.engine_identity import find_weights
-
         cache = made.cache_config
         dtypes = {"fp8": torch.uint8, "bfloat16": torch.bfloat16}
         dtype = dtypes.get(cache.cache_dtype, made.model_config.dtype)
@@ -114,7 +119,6 @@ class EngineFieldsTest(unittest.TestCase):
 
     def test_what_changes_pages(self) -> None:
         """What may change the form of an engine's own rows counts for the tier."""
-        from vua.vllm.engine_identity import pages_identity
 
         def pages(**engine: Any) -> str:
             made = self.configure(model=str(self.model), **engine)
@@ -136,7 +140,6 @@ class EngineFieldsTest(unittest.TestCase):
 
     def test_setup(self) -> None:
         """A restart has the setup of before, whatever memory was free and however long it took."""
-        from vua.vllm.engine_identity import setup_of
 
         def made(blocks: int, seconds: float, **engine: Any) -> str:
             made = self.configure(model=str(self.model), **engine)
@@ -151,8 +154,6 @@ class EngineFieldsTest(unittest.TestCase):
 
     def test_class_of_a_model(self) -> None:
         """Another class in place of the one that vLLM has for an architecture counts."""
-        from vllm.model_executor.models.registry import ModelRegistry
-
         usual = self.namespace()
         other = "vllm.model_executor.models.mistral:MistralForCausalLM"
         with mock.patch.dict(ModelRegistry.models):
@@ -163,8 +164,6 @@ class EngineFieldsTest(unittest.TestCase):
     def test_another_engine_builds_the_name(self) -> None:
         """A plain engine's name follows from its config; not if vLLM takes another architecture."""
         from transformers import AutoModelForCausalLM
-
-        from vua.transformers import identity_of
 
         def built() -> str:
             model = AutoModelForCausalLM.from_pretrained(self.model, dtype=torch.float32)
@@ -334,8 +333,6 @@ class EngineFieldsTest(unittest.TestCase):
 
     def test_what_is_not_cached(self) -> None:
         """A cache whose blocks vLLM mixes up, and weights that cannot be read."""
-        from vua.connector.cache_spec import UncachedError
-
         with self.assertRaisesRegex(UncachedError, "leave out --kv-cache-dtype"):
             self.namespace(kv_cache_dtype="bfloat16")  # on a CPU, beside float32
         for path in self.model.glob("*.safetensors"):
@@ -346,3 +343,93 @@ class EngineFieldsTest(unittest.TestCase):
 
 def void(_: object) -> None:
     """Nothing."""
+
+
+NO_FILES = Weights("f" * 64, (), 2_000_000, 1_000_000, 0.5, 0.0)
+
+
+class FilesTest(ConfigTest):
+    def setUp(self) -> None:
+        self.model = self.root / self._testMethodName / "model"
+        shutil.copytree(self.root / "model", self.model)
+        self.whole = self.model / "model.safetensors"
+
+    def find(self, load_format: str = "auto", **fields: Any) -> Weights:
+        model_config = copy.copy(self.made.model_config)
+        load_config = copy.copy(self.made.load_config)
+        for name, value in {"model": str(self.model), **fields}.items():
+            setattr(model_config, name, value)
+        load_config.load_format = load_format
+        given = SimpleNamespace(
+            model_config=model_config, load_config=load_config, speculative_config=None
+        )
+        return find_weights(given, threading.Event())
+
+    def names(self, *given: Any, **fields: Any) -> list[str]:
+        return sorted(file.name for file in self.find(*given, **fields).files)
+
+    def test_the_loaders_rule(self) -> None:
+        """Each load format has the files that vLLM's loader takes, of all that lie there."""
+        index = {"weight_map": {"a": "model.safetensors"}}
+        (self.model / "model.safetensors.index.json").write_text(json.dumps(index))
+        for name in ("extra.safetensors", "pytorch_model.bin", "training_args.bin", "a.pt"):
+            shutil.copy(self.whole, self.model / name)
+        self.assertEqual(["model.safetensors"], self.names())
+        self.assertEqual(["model.safetensors"], self.names("safetensors"))
+        self.assertEqual(["a.pt"], self.names("pt"))
+        every = ["a.pt", "extra.safetensors", "model.safetensors", "pytorch_model.bin"]
+        self.assertEqual([*every, "training_args.bin"], self.names("sharded_state"))
+        shutil.copy(self.whole, self.model / "consolidated.safetensors")
+        self.assertEqual(["consolidated.safetensors"], self.names("mistral"))
+        self.assertEqual(0, len(self.find("dummy").files))
+
+    def test_what_cannot_be_told(self) -> None:
+        """Loaders of which nobody knows what they load, second places, nothing at all."""
+
+        @register_model_loader("somebodys")
+        class Loader(DefaultModelLoader):
+            """A plugin's."""
+
+        def refused(reason: str, *given: Any, **fields: Any) -> None:
+            with self.subTest(reason), self.assertRaisesRegex(UncachedError, reason):
+                self.find(*given, **fields)
+
+        refused("somebodys", "somebodys")
+        refused("npcache", "npcache")
+        refused("object storage.*directory of safetensors", model_weights="s3://bucket/model")
+        with mock.patch.object(LlamaForCausalLM, "secondary_weights", (), create=True):
+            refused("second place")
+        prepare = "_prepare_weights"
+        with mock.patch.object(DefaultModelLoader, prepare, side_effect=TypeError("another API")):
+            refused("another API")
+        self.whole.unlink()
+        refused("any model weights")
+
+    def test_models_with_a_second_place(self) -> None:
+        """VLLM's own models that name further sources are found by their code."""
+        self.assertEqual(
+            [True, False], [has_secondary(one) for one in (UltravoxModel, LlamaForCausalLM)]
+        )
+
+    @pytest.mark.thorough
+    def test_a_description_of_quantisation_counts(self) -> None:
+        """Bits and groups that a checkpoint has beside its config belong to its weights."""
+        plain = self.find().fingerprint
+        file = self.model / "quantize_config.json"
+        found = {plain}
+        for bits in (4, 8):
+            file.write_text(json.dumps({"bits": bits}))
+            found.add(self.find(quantization="gptq").fingerprint)
+            self.assertEqual(plain, self.find().fingerprint)
+        self.assertEqual(3, len(found))
+
+    @pytest.mark.thorough
+    def test_files_changed_after_the_start(self) -> None:
+        """In a process that vLLM started for the engine, newer files may not be what it loaded."""
+        name = "multiprocessing.current_process"
+        with mock.patch(name, return_value=SimpleNamespace(name="EngineCore")):
+            with self.assertRaisesRegex(UncachedError, "after the engine's start"):
+                self.find()
+            with mock.patch("vua.vllm.engine_identity.process_began_s", return_value=2**33):
+                expected = self.find()
+        self.assertEqual(expected.fingerprint, self.find().fingerprint)

@@ -6,7 +6,6 @@ import hashlib
 import threading
 import unittest
 from collections.abc import Callable
-from importlib.util import find_spec
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -14,20 +13,17 @@ from unittest import mock
 import pytest
 import torch
 from torch import nn
+from vllm.lora.lora_model import LoRAModel
+from vllm.lora.lora_weights import LoRALayerWeights
+from vllm.v1.worker.worker_base import WorkerWrapperBase
 
 from helpers import until
+from vua.connector.cache_spec import UncachedError
+from vua.connector.extras import AdapterNote
+from vua.connector.weights_watch import EngineState
+from vua.vllm.engine_worker import Adapters, adapter_content, find_worker, memory_of, worker_of
 
 pytestmark = pytest.mark.vllm
-
-if find_spec("vllm"):
-    from vllm.lora.lora_model import LoRAModel
-    from vllm.lora.lora_weights import LoRALayerWeights
-    from vllm.v1.worker.worker_base import WorkerWrapperBase
-
-    from vua.connector.cache_spec import UncachedError
-    from vua.connector.extras import AdapterNote
-    from vua.connector.weights_watch import EngineState
-    from vua.vllm.engine_worker import Adapters, adapter_content, find_worker, memory_of, worker_of
 
 
 class Worker:
@@ -61,7 +57,6 @@ def wrapped() -> Any:
     return wrapper
 
 
-@unittest.skipUnless(find_spec("vllm"), "vLLM is not installed")
 class WorkerCallsTest(unittest.TestCase):
     def test_calls(self) -> None:
         """Steps and questions count for nothing; everything else counts, also what nobody knows."""
@@ -134,7 +129,6 @@ def digest_of(adapter: Any) -> str:
     return adapter_content(adapter).digest()
 
 
-@unittest.skipUnless(find_spec("vllm"), "vLLM is not installed")
 class AdaptersTest(unittest.TestCase):
     def test_digest(self) -> None:
         """Equal where all is equal but the number; another one for anything else."""
