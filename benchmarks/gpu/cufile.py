@@ -23,12 +23,12 @@ import torch
 from files import drop_from_page_cache
 from harness import Bench, PosixMover, expect, once
 
-from vua.device.gds import CuFileMover, Gds, Mover
+from vua.device.gds import CuFileMover, Gds
 
 FILES = 16
 
 
-def rate(bench: Bench, mover: Mover, paths: list[Path]) -> dict[str, float]:
+def rate(bench: Bench, mover: PosixMover | CuFileMover, paths: list[Path]) -> dict[str, float]:
     """GB/s of a mover, one file after the other, out of the page cache and from the disk."""
     nbytes = paths[0].stat().st_size
     memory = torch.zeros(nbytes, dtype=torch.uint8, device=bench.device)

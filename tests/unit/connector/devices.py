@@ -9,10 +9,10 @@ import torch
 
 from helpers import PosixMover
 from vua.connector import device_transfer
-from vua.device.gds import CuFileMover, Mover
+from vua.device.gds import CuFileMover
 
 
-def mover(device: torch.device) -> Mover:
+def mover(device: torch.device) -> PosixMover | CuFileMover:
     return PosixMover() if device.type == "cpu" else CuFileMover(device)
 
 
