@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import heapq
 import threading
+from typing import ClassVar
 
 import numpy as np
 import numpy.typing as npt
@@ -61,17 +62,11 @@ class StagingBuffer:
 class StagingPool:
     """Some equal, adjacent buffers, lowest numbers first. Thread-safe; never blocks."""
 
-    def __init__(
-        self,
-        layout: KVLayout,
-        shard: Shard,
-        *,
-        chunks: int,
-        limit: int,
-        kind: type[StagingBuffer] = StagingBuffer,
-    ) -> None:
+    _kind: ClassVar[type[StagingBuffer]] = StagingBuffer
+
+    def __init__(self, layout: KVLayout, shard: Shard, *, chunks: int, limit: int) -> None:
         """Take memory for ``limit`` buffers of ``chunks`` chunks; one that is lent is touched."""
-        self.chunks, self._kind = chunks, kind
+        self.chunks = chunks
         self._size, self._nbytes = (layout, shard, chunks), chunks * shard.payload_nbytes(layout)
         self.bytes = page_aligned(limit * self._nbytes)
         places = limit * chunks

@@ -94,7 +94,7 @@ class _Run(NamedTuple):
     stop: int
 
 
-class Staging:
+class Staging(StagingPool):
     """Moves one shard's layers to and from host memory. Thread-safe.
 
     A load, in any thread: ``take``, read files into ``buffer.memory``, wait for the mark, ``load``,
@@ -103,6 +103,7 @@ class Staging:
     elsewhere wait for the fence, write files, ``give_back``.
     """
 
+    _kind = DeviceBuffer
     _copies: Any
     _loads: Any
     _saves: Any
@@ -132,7 +133,7 @@ class Staging:
                 f"{layers} layers with (heads, row lengths, item size, device) {found}; shard "
                 f"{shard.name} has {shard.layers} with {wanted}: narrow the caches to the shard"
             )
-        self._parts, self.device, self.chunks = tuple(parts), parts[0].device, chunks
+        self._parts, self.device = tuple(parts), parts[0].device
         self._tokens = layout.chunk_tokens
         self._shapes = [(shard.heads, shard.layers, self._tokens, dim) for dim in layout.dims]
         self._planned: dict[_Run, list[Job]] = {}
@@ -144,20 +145,18 @@ class Staging:
         )
         payload = shard.payload_nbytes(layout)
         while True:
-            self._pool = StagingPool(layout, shard, chunks=chunks, limit=limit, kind=DeviceBuffer)
-            self._host = torch.from_numpy(self._pool.bytes).view(limit * chunks, payload)
+            super().__init__(layout, shard, chunks=chunks, limit=limit)
+            self._host = torch.from_numpy(self.bytes).view(limit * chunks, payload)
             try:
                 self._mirror, self._slots = self._on_device((len(parts), len(self._host)))
                 break
             except torch.OutOfMemoryError:
                 limit //= 2
         self.limit, self._locked = limit, self._cuda and self._lock_pages()
-        self.memory = self._pool.memory
-        """Where the chunks of all buffers are: ``chunks`` slots each."""
-        self._made: list[Any] = [self._pool.take() for _ in range(limit)]
-        for staged in self._made:
+        self._all: list[Any] = [super(Staging, self).take() for _ in range(limit)]
+        for staged in self._all:
             staged.device_bytes = self._mirror[staged.first : staged.first + chunks].view(-1)
-            self._pool.give_back(staged)
+            super().give_back(staged)
 
     def _on_device(self, places: tuple[int, int]) -> tuple[Tensor, Tensor]:
         """Return the buffers' mirror, and memory for slots. Raises OutOfMemoryError."""
@@ -187,17 +186,14 @@ class Staging:
 
     def take(self) -> DeviceBuffer | None:
         """Return a buffer with undefined contents; None if all are lent, or after ``close``."""
-        buffer = None if self._closed else self._pool.take()
+        buffer = None if self._closed else super().take()
         return buffer if isinstance(buffer, DeviceBuffer) else None
 
-    @property
-    def left(self) -> int:
-        return self._pool.left
-
-    def give_back(self, staged: DeviceBuffer) -> None:
+    def give_back(self, buffer: StagingBuffer) -> None:
         """Take a buffer back; waits for its last transfer."""
-        staged.fence.wait()
-        self._pool.give_back(staged)
+        if isinstance(buffer, DeviceBuffer):
+            buffer.fence.wait()
+        super().give_back(buffer)
 
     def _engine(self) -> torch.cuda.Stream | None:
         return torch.cuda.current_stream(self.device) if self._cuda else None
@@ -310,7 +306,7 @@ class Staging:
     def close(self) -> None:
         """Wait for all transfers and release the page-locked memory. Lent buffers stay usable."""
         self._closed = True
-        for staged in self._made:
+        for staged in self._all:
             staged.fence.wait()
         if self._locked:
             self._locked = False
