@@ -8,6 +8,7 @@ distinguished for certain is not cached.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
@@ -112,9 +113,7 @@ def layer_number(name: str) -> int:
 
 
 def _groups_of(
-    vllm_config: Any,
-    tables: Sequence[Any],
-    config: ConnectorConfig,
+    vllm_config: Any, tables: Sequence[Any], config: ConnectorConfig
 ) -> tuple[Group, ...]:
     """Return the kinds of layers in vLLM's cache groups, those with full attention first."""
     caches = [
@@ -135,7 +134,13 @@ def _groups_of(
     ):
         raise refused("latent")
     caches.sort(key=lambda one: (one.number, one.name))
-    known = _divided(vllm_config, caches)
+    known = dict[KVLayout, list[_Cache]]()
+    for one in caches:
+        known.setdefault(_layer_layout(vllm_config, one.spec, config), []).append(one)
+    twice = any(len({one.number for one in alike}) < len(alike) for alike in known.values())
+    dtypes, kinds = ({getattr(one, name) for one in known} for name in ("dtype", "group"))
+    if twice or len(dtypes) > 1 or len(kinds) < len(known):
+        raise refused("tier_alone", f"such a {type(caches[-1].spec).__name__}")
     text, parallel = vllm_config.model_config.hf_text_config, vllm_config.parallel_config
     sizes = {"pp_size": parallel.pipeline_parallel_size, "tp_size": parallel.tensor_parallel_size}
     pipeline = sizes["pp_size"] > 1
@@ -143,35 +148,12 @@ def _groups_of(
     if pipeline and (max(len(tables), len(known)) > 1 or shares):
         raise refused("pipeline")
     groups = list[Group]()
-    for kind, alike in sorted(known.items()):
+    for layer, alike in sorted(known.items(), key=lambda one: one[0].group):
         numbers = range(text.num_hidden_layers) if pipeline else [one.number for one in alike]
-        layout = _layout(vllm_config, config.chunk_tokens, kind, alike[0].spec, len(numbers))
+        layout = replace(layer, layers=len(numbers))
         shards, where = worker_shards(layout, **sizes), dict.fromkeys(one.table for one in alike)
         groups.append(Group(layout, tuple(numbers), shards, tuple(where)))
     return tuple(groups)
-
-
-def _divided(vllm_config: Any, caches: Sequence[_Cache]) -> dict[str, list[_Cache]]:
-    """Return the caches by kind: all have one dtype, and those of a kind one size."""
-    known = dict[str, list[_Cache]]()
-    sizes, dtypes = dict[str, object](), set[str | None]()
-    for one in caches:
-        spec, name = one.spec, type(one.spec).__name__
-        if not is_causal(spec):
-            raise refused("no_prefix", name)
-        kind = known_kind(spec, vllm_config)
-        if kind is None or not getattr(spec, "prefix_cacheable", True):
-            raise refused("tier_alone", f"a {name}")
-        alike = known.setdefault(kind, [])
-        size = (_heads_of(spec, vllm_config), spec.head_size, spec.head_size_v)
-        dtypes.add(stored_as(spec, vllm_config))
-        twice = one.number in {each.number for each in alike}
-        if sizes.setdefault(kind, size) != size or size[0] is None or twice or len(dtypes) > 1:
-            raise refused("tier_alone", f"such a {name}")
-        alike.append(one)
-    for layers in known.values():
-        layers.sort(key=lambda one: one.number)
-    return known
 
 
 def check_place(table: Any) -> None:
@@ -211,25 +193,26 @@ def known_kind(spec: Any, vllm_config: Any) -> str | None:
     return f"w{spec.sliding_window}" if type(spec) is SlidingWindowSpec else ""
 
 
-def _heads_of(spec: Any, vllm_config: Any) -> int | None:
-    """Return the KV heads of all ranks together; None: a rank has not as many as it should."""
-    model, tp_size = vllm_config.model_config, vllm_config.parallel_config.tensor_parallel_size
-    latent = isinstance(spec, MLAAttentionSpec)
-    heads = 1 if latent else int(model.get_total_num_kv_heads())
-    return heads if spec.num_kv_heads == max(1, heads // tp_size) else None
-
-
-def _layout(vllm_config: Any, size: int, kind: str, spec: Any, layers: int) -> KVLayout:
-    stored, heads = stored_as(spec, vllm_config), _heads_of(spec, vllm_config)
-    if stored is None or heads is None:  # refused before
-        raise refused("tier_alone", f"such a {type(spec).__name__}")
+def _layer_layout(vllm_config: Any, spec: Any, config: ConnectorConfig) -> KVLayout:
+    """Return the layout of one layer. Raises UncachedError: it has none that is known."""
+    name, latent = type(spec).__name__, isinstance(spec, MLAAttentionSpec)
+    if not is_causal(spec):
+        raise refused("no_prefix", name)
+    kind = known_kind(spec, vllm_config)
+    stored = None if kind is None else stored_as(spec, vllm_config)
+    if kind is None or stored is None or not getattr(spec, "prefix_cacheable", True):
+        raise refused("tier_alone", f"a {name}")
+    tp_size = vllm_config.parallel_config.tensor_parallel_size
+    heads = 1 if latent else int(vllm_config.model_config.get_total_num_kv_heads())
+    if spec.num_kv_heads != max(1, heads // tp_size):  # a rank has not as many as it should
+        raise refused("tier_alone", f"such a {name}")
     return KVLayout(
-        layers=layers,
+        layers=1,
         kv_heads=heads,
         k_dim=spec.head_size,
-        v_dim=0 if isinstance(spec, MLAAttentionSpec) else spec.head_size_v,
+        v_dim=0 if latent else spec.head_size_v,
         dtype=stored,
-        chunk_tokens=size,
+        chunk_tokens=config.chunk_tokens,
         group=kind,
     )
 

@@ -26,6 +26,8 @@ from pathlib import Path
 from typing import Any, Final
 
 import torch
+import vllm
+from vllm import envs
 
 from vua.connector.cache_spec import EngineIdentity, local_directory, refused
 from vua.connector.setup import (
@@ -50,12 +52,6 @@ from vua.weights import Weights, checkpoint_files, identify_weights, process_beg
 from vua.weights.fingerprint import code_digest, processor_digest, quantization_digest
 
 _TABLES: Final = tables_of("vua.vllm")
-
-ADAPTER_CLASSES: Final = frozenset({"LoRAConfig"})
-"""Their fields count for requests with an adapter."""
-MEDIA_CLASSES: Final = frozenset({"MultiModalConfig"})
-"""Their fields count from a prompt's first image, sound or video on."""
-
 EXCLUDED: Final[Mapping[str, Mapping[str, Sequence[str]]]] = _TABLES["fields"]
 """Class, word for the reason, fields."""
 NEUTRAL: Final[Mapping[str, Mapping[str, Sequence[Any]]]] = _TABLES["neutral"]
@@ -67,7 +63,6 @@ HOLDERS: Final[Mapping[str, Sequence[str]]] = _TABLES["holders"]
 EXCLUDED_VARIABLES: Final[Mapping[str, Sequence[str]]] = _TABLES["variables"]
 NEUTRAL_VARIABLES: Final[Mapping[str, Sequence[str]]] = _TABLES["neutral_variables"]
 """Name, texts with which a variable adds nothing. Unset, each adds nothing."""
-
 
 _READS_ALL: Final = frozenset(
     ("bitsandbytes", "gguf", "runai_streamer", "runai_streamer_sharded", "sharded_state")
@@ -127,8 +122,6 @@ def _engine_files(model_config: Any, load: Any) -> list[Path]:
 
 
 def _root(model_config: Any, load: Any) -> Path:
-    from vllm import envs
-
     model = model_config.model
     if getattr(model_config, "model_weights", ""):
         raise ConfigError("they lie in an object storage")
@@ -194,17 +187,9 @@ class Settings:
 
     always: dict[str, Any] = field(default_factory=dict)
     adapters: dict[str, Any] = field(default_factory=dict)
-    """Count for requests with an adapter."""
+    """Count for requests with an adapter: of `LoRAConfig`."""
     media: dict[str, Any] = field(default_factory=dict)
-    """Count from a prompt's first image, sound or video on."""
-
-
-def known_fields(name: str) -> tuple[set[str], set[str]]:
-    """Return a class's excluded fields, and the known ones that count."""
-    return {*listed(EXCLUDED.get(name, {}))}, {
-        *NEUTRAL.get(name, {}),
-        *HOLDERS.get(name, ()),
-    }
+    """Count from a prompt's first image, sound or video on: of `MultiModalConfig`."""
 
 
 def settings_of(vllm_config: Any, kv_dtype: torch.dtype) -> Settings:
@@ -215,6 +200,7 @@ def settings_of(vllm_config: Any, kv_dtype: torch.dtype) -> Settings:
     model = vllm_config.model_config
     same = {"ModelConfig.dtype": kv_dtype, "LoRAConfig.lora_dtype": model.dtype}
     found = Settings()
+    parts = {"LoRAConfig": found.adapters, "MultiModalConfig": found.media}
     for owner, name, value in _fields(vllm_config, "VllmConfig"):
         place = f"{owner}.{name}"
         if place in same and value == same[place]:
@@ -226,14 +212,12 @@ def settings_of(vllm_config: Any, kv_dtype: torch.dtype) -> Settings:
             form = sorted(set(form))  # which modules, in any order
         if _is_neutral(form, NEUTRAL.get(owner, {}).get(name, ())):
             continue
-        part = found.adapters if owner in ADAPTER_CLASSES else found.always
-        (found.media if owner in MEDIA_CLASSES else part)[place] = form
+        parts.get(owner, found.always)[place] = form
     return found
 
 
 def _fields(config: Any, owner: str) -> Iterator[tuple[str, str, Any]]:
-    excluded, _ = known_fields(owner)
-    holders = HOLDERS.get(owner, ())
+    excluded, holders = listed(EXCLUDED.get(owner, {})), HOLDERS.get(owner, ())
     for each in dataclasses.fields(config):
         if each.name in excluded:
             continue
@@ -253,12 +237,6 @@ def _is_neutral(value: object, neutral: Sequence[object]) -> bool:
     return any(text == json.dumps(each, sort_keys=True) for each in neutral)
 
 
-def environment_of_pages() -> dict[str, str]:
-    """Return the variables that may change the form of an engine's pages."""
-    names = {*EXCLUDED_VARIABLES["kernel"], "VLLM_KV_CACHE_LAYOUT", "VLLM_SSM_CONV_STATE_LAYOUT"}
-    return {name: os.environ[name] for name in sorted(names) if name in os.environ}
-
-
 def environment_that_counts(vllm_config: Any) -> dict[str, object]:
     """Return what this process's environment adds to the config that the identity digests.
 
@@ -266,8 +244,6 @@ def environment_that_counts(vllm_config: Any) -> dict[str, object]:
     those of new releases, too, unless the text is neutral. A batch-invariant engine shares only
     with those that round alike.
     """
-    from vllm import envs
-
     found: dict[str, object] = {}
     excluded = listed(EXCLUDED_VARIABLES)
     counting = {
@@ -286,7 +262,6 @@ def environment_that_counts(vllm_config: Any) -> dict[str, object]:
 
 def _rounding(vllm_config: Any) -> list[object]:
     """Return what determines the rounding of numbers, for engines that promise equal bits."""
-    import vllm
     from vllm.platforms import current_platform
 
     attention = vllm_config.attention_config
@@ -366,14 +341,15 @@ def pages_identity(
     """Return what the bytes of an engine's own pages depend on: all that may change their form.
 
     ``tables``: the names of the caches in each of vLLM's groups; ``specs``: its description of
-    each. More than is needed, on purpose: a page is
-    understood by no one but an engine that is the same in all of this.
+    each. More than is needed, on purpose: a page is understood by no one but an engine that is the
+    same in all of this.
     """
     cache, parallel = vllm_config.cache_config, vllm_config.parallel_config
+    names = {*EXCLUDED_VARIABLES["kernel"], "VLLM_KV_CACHE_LAYOUT", "VLLM_SSM_CONV_STATE_LAYOUT"}
     return {
         "packages": {name: package_version(name) for name in PACKAGES if name != "transformers"},
         "machine": [platform.machine(), *devices()],
-        "environment": environment_of_pages(),
+        "environment": {name: os.environ[name] for name in sorted(names) if name in os.environ},
         "layout": str(getattr(kv_cache_config, "kv_cache_layout", None)),
         "ranks": [parallel.tensor_parallel_size, parallel.pipeline_parallel_size],
         "cache": {name: str(getattr(cache, name, None)) for name in _OF_PAGES},
@@ -390,7 +366,6 @@ def pages_identity(
 
 def _random_weights(vllm_config: Any) -> list[object]:
     """Return what random weights depend on besides a seed: each rank draws its own part."""
-    import vllm
     from vllm.platforms import current_platform
 
     tp_size = vllm_config.parallel_config.tensor_parallel_size

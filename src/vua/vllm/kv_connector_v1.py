@@ -334,14 +334,8 @@ class VUAStorageConnector_V1(KVConnectorBase_V1, SupportsHMA):  # noqa: N801
         return VUAStats(data={} if data is None else data)
 
     @classmethod
-    def build_prom_metrics(
-        cls,
-        vllm_config: Any,
-        metric_types: dict[type, type],
-        labelnames: list[str],
-        per_engine_labelvalues: dict[int, list[object]],
-    ) -> VUAPromMetrics:
-        return VUAPromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+    def build_prom_metrics(cls, *given: Any, **named: Any) -> VUAPromMetrics:
+        return VUAPromMetrics(*given, **named)
 
     def shutdown(self) -> None:
         for side in (self.scheduler, self.worker, self._unused):
@@ -491,13 +485,7 @@ class VUAStorageConnector_V1(KVConnectorBase_V1, SupportsHMA):  # noqa: N801
     def wait_for_layer_load(self, layer_name: str) -> None:
         """Do nothing: no forward pass reads a block before its load is reported."""
 
-    def save_kv_layer(
-        self,
-        layer_name: str,
-        kv_layer: torch.Tensor,
-        attn_metadata: Any,
-        **kwargs: Any,
-    ) -> None:
+    def save_kv_layer(self, *given: Any, **named: Any) -> None:
         """Do nothing: all layers are saved together in :meth:`wait_for_save`."""
 
     def wait_for_save(self) -> None:

@@ -359,7 +359,7 @@ class VUATier(SecondaryTierManager):
         check_keys(config.security)
         self._engine, self._row_nbytes = engine, self.block_size_bytes
         # the address alone: vLLM releases its view at the end
-        self._address, self._rows = np.asarray(primary_kv_view).ctypes.data, len(primary_kv_view)
+        self._address = np.asarray(primary_kv_view).ctypes.data
         self._layout = _layout(offloading_spec, self._row_nbytes)
         self._names = Names(offloading_spec, engine, self._layout.chunk_tokens)
         self._stats, self._warn_once = Recorder(), WarnOnce(log)
@@ -496,7 +496,6 @@ class VUATier(SecondaryTierManager):
     # -- transfers ----------------------------------------------------------------------------
 
     def submit_load(self, job_metadata: TransferJob) -> None:
-        """Read rows into vLLM's memory: see :meth:`_read`."""
         self._begin(self._loads, self._read, job_metadata)
 
     def submit_store(self, job_metadata: TransferJob) -> None:
@@ -509,9 +508,8 @@ class VUATier(SecondaryTierManager):
         move = _Move(job, request)
         self._moves[move] = None
         may = job.is_promotion or (self._engine.saves and request.options.store)
-        allowed = may and self._usable(request) and self._store() is not None
-        allowed = allowed and pool.breaker.allows()
-        allowed = allowed and all(0 <= row < self._rows for row in move.rows)
+        ready = may and self._usable(request) and self._store() is not None
+        allowed = ready and pool.breaker.allows()
         whole = slice(0, len(move.keys))
         if not (allowed and move.keys and self._submit(pool, work, (move, whole))):
             self._piece_ended(move, [])
