@@ -1,12 +1,14 @@
 from __future__ import annotations
 
+import importlib
 import random
 import sys
 import unittest
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from importlib.util import find_spec
 from itertools import product
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -18,7 +20,7 @@ from vua import native
 from vua.connector.cache_spec import UncachedError
 from vua.device.cpu_pages import PagedKV, PageForm, fused_form, latent_form
 from vua.errors import InputError, LayoutError
-from vua.vllm.page_layout import learn_cpu_form
+from vua.vllm.page_layout import engine_writer, learn_cpu_form
 
 SEED = 20251120
 INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
@@ -44,33 +46,33 @@ def scatter(
     pages.scatter_chunks(ids, start, k.shape[2], 0, k[None], None if v is None else v[None])
 
 
-Spot = tuple[int, slice, torch.Tensor, torch.Tensor]
 Make = Callable[[int, int], PageForm]
 
 
 class Reference:
-    """The slow and obvious copy: one element at a time from its place to its place."""
+    """The obvious copy: each element from its place to its place."""
 
     def __init__(self, layers: list[torch.Tensor], form: PageForm, block_size: int) -> None:
         self.layers, self.form, self.block_size = layers, form, block_size
 
-    def _spot(self, ids: list[int], token: int, index: torch.Tensor) -> Spot:
-        slot = ids[token // self.block_size] * self.block_size + token % self.block_size
-        page, row = divmod(slot, self.form.block_size)
-        places = index[row]
+    def _places(self, ids: list[int], start: int, count: int, index: torch.Tensor) -> Any:
+        token = torch.arange(start, start + count)
+        slot = torch.tensor(ids)[token // self.block_size] * self.block_size
+        slot += token % self.block_size
+        places = index[slot % self.form.block_size]
+        page = (slot // self.form.block_size)[:, None]
         return page, slice(None), places // self.form.width, places % self.form.width
 
     def gather(self, ids: list[int], start: int, count: int, index: torch.Tensor) -> torch.Tensor:
         """The chunk that holds these tokens, as integers."""
-        tokens = range(start, start + count)
-        rows = [[words(c)[self._spot(ids, t, index)] for t in tokens] for c in self.layers]
-        return torch.stack([torch.stack(row, dim=1) for row in rows], dim=1)
+        places = self._places(ids, start, count, index)
+        return torch.stack([words(one)[places].permute(2, 0, 1) for one in self.layers], dim=1)
 
     def scatter(self, ids: list[int], start: int, chunk: torch.Tensor, index: torch.Tensor) -> None:
+        places = self._places(ids, start, chunk.shape[2], index)
         for number, layer in enumerate(self.layers):
-            for at in range(chunk.shape[2]):
-                spot = self._spot(ids, start + at, index)
-                layer.view(INTEGERS[layer.element_size()])[spot] = words(chunk)[:, number, at]
+            own = layer.view(INTEGERS[layer.element_size()])
+            own[places] = words(chunk)[:, number].permute(1, 2, 0)
 
 
 class PagedTestCase(unittest.TestCase):
@@ -165,31 +167,22 @@ class MoveTest(PagedTestCase):
                     reference.scatter(ids, 13, tokens[:, :, skip : skip + count], index)
                 self.assert_same(memory, after)
 
-    def test_every_memory_order(self) -> None:
-        """The strides of the tensors decide, whatever order the engine keeps its cache in."""
+    def test_places(self) -> None:
+        """Any order in memory, layers at any distance, blocks of several neighbouring pages."""
+        every, column = [*range(LAYERS)], (column_form, "LBHNC")
         orders = ("LBHNC", "LBNHC", "BLHNC", "BLNHC", "BHLNC", "LHBNC")
+        chosen = (every, [0, 2, 4], [0, 1, 3, 4], every[::-1], [0, 3])
         forms: tuple[Make, ...] = (fused_form, shuffled_form, latent_form)
-        for make, order in product(forms, orders):
-            with self.subTest(form=make.__name__, order=order):
+        for make, order, some, block, tokens in (
+            *((*one, every, 16, (9, 50)) for one in product(forms, orders)),
+            *((*column, some, 16, (5, 40)) for some in chosen),
+            *((make, "LBHNC", every, 64, (50, 100)) for make in forms[:2]),
+        ):
+            with self.subTest(form=make.__name__, order=order, layers=some, block=block):
                 form = make(16, 8)
-                memory = caches(order, form, torch.float16)
-                self.assert_moves(list(memory), memory, form, block_size=16, tokens=(9, 50))
-
-    def test_layers_at_any_distance(self) -> None:
-        """Layers may lie in any order, at uneven distances, and in allocations of their own."""
-        form = column_form(16, 8)
-        for chosen in ([0, 1, 2, 3, 4], [0, 2, 4], [0, 1, 3, 4], [4, 3, 2, 1, 0], [0, 3]):
-            with self.subTest(layers=chosen):
-                memory = caches("LBHNC", form, torch.bfloat16)
-                layers = [memory[number] for number in chosen]
-                self.assert_moves(layers, memory, form, block_size=16, tokens=(5, 40))
-        memory = caches("LBHNC", form, torch.bfloat16)
-        alone = [layer.clone() for layer in memory]
-        k, v = torch.zeros(2, HEADS, LAYERS, 40, 8, dtype=torch.bfloat16)
-        PagedKV(alone, form, 16).gather([3, 9, 1], 5, 40, k, v)
-        wanted = torch.zeros(2, HEADS, LAYERS, 40, 8, dtype=torch.bfloat16)
-        PagedKV(list(memory), form, 16).gather([3, 9, 1], 5, 40, *wanted)
-        self.assert_same(wanted, torch.stack((k, v)))
+                memory = caches(order, form, torch.bfloat16, blocks=12)
+                layers = [memory[number] for number in some]
+                self.assert_moves(layers, memory, form, block_size=block, tokens=tokens)
 
     def test_latent_pages_without_a_head_dimension(self) -> None:
         """MLA caches of three dimensions have one head and no V."""
@@ -200,13 +193,6 @@ class MoveTest(PagedTestCase):
         PagedKV(layers, form, 16).gather([4, 2], 7, 20, k, None)
         self.assert_same(memory[:, 4, :, 7:].transpose(0, 1), k[:, :, :9])
         self.assert_same(memory[:, 2, :, :11].transpose(0, 1), k[:, :, 9:])
-
-    def test_blocks_split_for_the_kernels(self) -> None:
-        """One block id may stand for several neighbouring pages."""
-        for make in (fused_form, shuffled_form):
-            form = make(16, 8)
-            memory = caches("LBHNC", form, torch.bfloat16, blocks=12)
-            self.assert_moves(list(memory), memory, form, block_size=64, tokens=(50, 100))
 
 
 class RefusalTest(PagedTestCase):
@@ -226,16 +212,14 @@ class RefusalTest(PagedTestCase):
 
     def test_more_tokens_than_chunks(self) -> None:
         """Tokens that the chunks do not have are refused before anything is copied."""
-        form = fused_form(16, 8)
-        memory = caches("LBHNC", form, torch.bfloat16)
-        before, pages = memory.clone(), PagedKV(list(memory), form, 16)
+        before = self.memory.clone()
         chunks = torch.zeros(2, 3, HEADS, LAYERS, 16, 8, dtype=torch.bfloat16)
         for skip, count in ((0, 49), (16, 33), (-1, 4), (2, -1)):
             with self.subTest(skip=skip, count=count), self.assertRaises(InputError):
-                pages.scatter_chunks([1, 2, 3, 4], 0, count, skip, *chunks)
+                self.pages.scatter_chunks([1, 2, 3, 4], 0, count, skip, *chunks)
         with self.assertRaises(LayoutError):
-            pages.scatter_chunks([1, 2, 3, 4], 0, 8, 0, chunks[0], chunks[1, :2])
-        self.assert_same(before, memory)
+            self.pages.scatter_chunks([1, 2, 3, 4], 0, 8, 0, chunks[0], chunks[1, :2])
+        self.assert_same(before, self.memory)
 
     def test_chunks_that_do_not_fit(self) -> None:
         """A chunk of another shape or item size moves nothing."""
@@ -288,13 +272,11 @@ class FakeEngineTest(PagedTestCase):
         """A writer that scatters elements at random is learnt, element by element."""
         form = shuffled_form(32, 16)
 
-        def write(
-            cache: torch.Tensor, slots: torch.Tensor, k: torch.Tensor, v: torch.Tensor
-        ) -> None:
+        def write(cache: torch.Tensor, slots: torch.Tensor, *rows: torch.Tensor) -> None:
             for at, slot in enumerate(slots.tolist()):
                 page = cache[slot // 32].view(cache.shape[1], -1)
-                page[:, form.k_index[slot % 32]] = k[at]
-                page[:, form.v_index[slot % 32]] = v[at]
+                for index, some in zip((form.k_index, form.v_index), rows, strict=True):
+                    page[:, index[slot % 32]] = some[at]
 
         for dtype in DTYPES[:3]:
             with writer(write):
@@ -305,10 +287,8 @@ class FakeEngineTest(PagedTestCase):
     def test_refuses_what_it_cannot_prove(self) -> None:
         """A writer that rounds, loses, disturbs, or depends on the block is not understood."""
 
-        def plain(
-            cache: torch.Tensor, slots: torch.Tensor, k: torch.Tensor, v: torch.Tensor
-        ) -> None:
-            cache[slots // 32, :, slots % 32] = torch.cat((k, v), dim=-1)
+        def plain(cache: torch.Tensor, slots: torch.Tensor, *rows: torch.Tensor) -> None:
+            cache[slots // 32, :, slots % 32] = torch.cat(rows, dim=-1)
 
         def rounds(cache: torch.Tensor, slots: torch.Tensor, *rows: torch.Tensor) -> None:
             plain(cache, slots, *((row.float() * 1.01).to(row.dtype) for row in rows))
@@ -351,50 +331,37 @@ class VllmTest(PagedTestCase):
     """vLLM's own operator is the truth."""
 
     def setUp(self) -> None:
-        try:
-            from vllm._custom_ops import cpu_attn_reshape_and_cache
-        except ImportError as error:
-            self.skipTest(f"vLLM has no CPU attention here: {error}")
+        importlib.import_module("vllm._custom_ops")
         if not hasattr(torch.ops._C, "cpu_attn_reshape_and_cache"):
             self.skipTest("this vLLM was built without CPU attention")
-        self.write = cpu_attn_reshape_and_cache
 
-    def variants(self, dtype: torch.dtype, size: int, dim: int) -> list[str | None]:
-        """The choice of vLLM, and every packing that the operator has on this machine."""
-        found: list[str | None] = [None]
-        for isa in ("vec", "vec16", "amx", "neon", "vxe", "vsx", "rvv"):
-            if isa != "vec16" and size % 32:
-                continue
-            rows = torch.zeros(size, 1, dim, dtype=dtype)
-            half = torch.zeros(1, 1, size, dim, dtype=dtype)
-            try:
-                self.write(rows, rows, half, half.clone(), torch.arange(size), isa)
-            except RuntimeError:
-                continue
-            found.append(isa)
-        return found
+    def writers(self, dtype: torch.dtype, size: int, dim: int) -> Iterator[tuple[str | None, Any]]:
+        """The choice of vLLM, and every packing that its writer has on this machine."""
+        rows = torch.zeros(size, 1, dim, dtype=dtype)
+        cache = torch.zeros(1, 1, size, 2 * dim, dtype=dtype)
+        for isa in (None, "vec", "vec16", "amx", "neon", "vxe", "vsx", "rvv"):
+            if isa in (None, "vec16") or size % 32 == 0:
+                write = engine_writer(dtype, size, dim, isa)
+                with suppress(RuntimeError):
+                    write(cache, torch.arange(size), rows, rows)
+                    yield isa, write
 
     @pytest.mark.thorough
     def test_same_bytes_as_the_engine(self) -> None:
         """Gather reads what vLLM wrote; scatter leaves the very bytes that vLLM would have."""
-        from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
-
         sizes = ((16, 80), (32, 32), (32, 128), (48, 64), (64, 80), (128, 64))
         for dtype, (size, dim) in product(DTYPES[:3], sizes):
-            for isa in self.variants(dtype, size, dim):
+            for isa, write in self.writers(dtype, size, dim):
                 with self.subTest(dtype=dtype, block=size, dim=dim, isa=isa):
                     form = learn_cpu_form(dtype, size, dim, isa)
                     theirs = caches("LBHNC", form, dtype, blocks=5)
-                    ours = theirs.clone()
+                    ours, ids = theirs.clone(), [3, 0, 4]
                     tokens, start = size + size // 2, size // 3
-                    ids = [3, 0, 4]
                     rows = noise(2, LAYERS, tokens, HEADS, dim, dtype=dtype, seed=SEED)
                     slots = torch.arange(start, start + tokens)
                     slots = torch.tensor(ids)[slots // size] * size + slots % size
                     for number, layer in enumerate(theirs):
-                        halves = layer.view(5, HEADS, 2 * size, dim).chunk(2, dim=2)
-                        name = isa or _get_attn_isa(dtype, size, dim)
-                        self.write(*rows[:, number], *halves, slots, name)
+                        write(layer, slots, *rows[:, number])
                     chunks = rows.permute(0, 3, 1, 2, 4)
                     back = torch.zeros_like(chunks).contiguous()
                     PagedKV(list(theirs), form, size).gather(ids, start, tokens, *back)

@@ -1,21 +1,16 @@
 from __future__ import annotations
 
 import doctest
-import importlib.util
-import os
 import random
-import sys
 import unittest
-import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
-from pathlib import Path
-from types import ModuleType
 from unittest import mock
 
 import pytest
 import torch
+from forms import HAS_TRITON, NEEDS_TRITON, compiled, triton_kernels
 
 import vua.device.paged
 from helpers import bits, has_native, noise
@@ -25,7 +20,6 @@ from vua.device.paged import PagedCache, slots_of
 from vua.errors import InputError, LayoutError
 from vua.serdes import DTYPES
 
-HAS_TRITON = importlib.util.find_spec("triton") is not None
 LAYERS, BLOCKS, SLOTS, HEADS, DIM = 2, 5, 4, 2, 12
 CPU = torch.device("cpu")
 
@@ -50,28 +44,33 @@ class Engine:
         return PagedCache.of(self.layers, self.axes, k_dim=self.k_dim)
 
 
-def part(fused: torch.Tensor, array: int, k_dim: int = DIM) -> torch.Tensor:
-    """K's or V's share of a fused row."""
-    return fused[k_dim:] if array else fused[:k_dim]
+def made(
+    order: str, axes: str, dims: tuple[int, ...] = (DIM, DIM), heads: int = HEADS
+) -> Callable[..., Engine]:
+    """Let an engine have tensors whose memory has axes in this order, and views with others."""
 
+    def make(dtype: torch.dtype, device: torch.device = CPU) -> Engine:
+        sizes = {"L": LAYERS, "B": BLOCKS, "2": 2, "N": SLOTS, "H": heads, "C": sum(dims)}
+        sizes["N"] *= 1 if "B" in order else BLOCKS
+        is_pair = len(dims) == 2 and not {"2", "C"} & {*order}
+        memory = [
+            noise(*((sizes | {"D": dim})[axis] for axis in order), dtype=dtype, seed=dim).to(device)
+            for dim in (dims if is_pair else dims[:1])
+        ]
+        seen = axes if "L" in axes else f"L{axes}"
+        views = [one.permute([order.index(axis) for axis in seen]) for one in memory]
+        layers = list(zip(*views, strict=True)) if is_pair else list(views[0])
 
-def fused(dtype: torch.dtype, device: torch.device = CPU) -> Engine:
-    """A fused tensor per layer, [B, H, N, C]."""
-    memory = noise(LAYERS, BLOCKS, HEADS, SLOTS, 2 * DIM, dtype=dtype).to(device)
-    return Engine(
-        [memory], list(memory), "BHNC", lambda lay, a, b, n, h: part(memory[lay, b, h, n], a)
-    )
+        def row(lay: int, a: int, b: int, n: int, h: int) -> torch.Tensor:
+            n += 0 if "B" in order else b * SLOTS
+            where = {"L": lay, "2": a, "B": b, "N": n, "H": h}
+            found = memory[a * is_pair][tuple(where[axis] for axis in order[:-1])]
+            return found.split(dims)[a] if "C" in order else found
 
+        k_dim = dims[0] if "C" in order else None
+        return Engine(memory, views[0] if "L" in axes else layers, axes, row, dims, heads, k_dim)
 
-def fused_uneven(dtype: torch.dtype, device: torch.device = CPU) -> Engine:
-    """The same with a V that is shorter than K, and pages in NHD order."""
-    memory = noise(LAYERS, BLOCKS, SLOTS, HEADS, DIM + 4, dtype=dtype).to(device)
-    layers = [layer.transpose(1, 2) for layer in memory]
-
-    def row(lay: int, a: int, b: int, n: int, h: int) -> torch.Tensor:
-        return part(memory[lay, b, n, h], a)
-
-    return Engine([memory], layers, "BHNC", row, dims=(DIM, 4), k_dim=DIM)
+    return make
 
 
 def cross_layer(dtype: torch.dtype, device: torch.device = CPU) -> Engine:
@@ -83,89 +82,26 @@ def cross_layer(dtype: torch.dtype, device: torch.device = CPU) -> Engine:
     typed = memory.view(dtype)
     layers = [typed.as_strided(shape, strides, lay * size) for lay in range(LAYERS)]
     blocks = typed.view(BLOCKS, stride)[:, : LAYERS * size].unflatten(1, (LAYERS, *shape[1:]))
-    return Engine([memory], layers, "BHNC", lambda lay, a, b, n, h: part(blocks[b, lay, h, n], a))
+    return Engine(
+        [memory], layers, "BHNC", lambda lay, a, b, n, h: blocks[b, lay, h, n].split(DIM)[a]
+    )
 
 
-def one_tensor(dtype: torch.dtype, device: torch.device = CPU) -> Engine:
-    """One tensor of all layers, [B, L, N, H, C]."""
-    memory = noise(BLOCKS, LAYERS, SLOTS, HEADS, 2 * DIM, dtype=dtype).to(device)
-    return Engine([memory], memory, "BLNHC", lambda lay, a, b, n, h: part(memory[b, lay, n, h], a))
-
-
-def flash(dtype: torch.dtype, device: torch.device = CPU) -> Engine:
-    memory = noise(LAYERS, 2, BLOCKS, SLOTS, HEADS, DIM, dtype=dtype).to(device)
-    return Engine([memory], list(memory), "2BNHD", lambda lay, a, b, n, h: memory[lay, a, b, n, h])
-
-
-def flash_hnd(dtype: torch.dtype, device: torch.device = CPU) -> Engine:
-    """[2, B, H, N, D] per layer, as vLLM's CPU backend had it."""
-    memory = noise(LAYERS, 2, BLOCKS, HEADS, SLOTS, DIM, dtype=dtype).to(device)
-    return Engine([memory], list(memory), "2BHND", lambda lay, a, b, n, h: memory[lay, a, b, h, n])
-
-
-def flashinfer(dtype: torch.dtype, device: torch.device = CPU) -> Engine:
-    memory = noise(LAYERS, BLOCKS, 2, SLOTS, HEADS, DIM, dtype=dtype).to(device)
-    return Engine([memory], list(memory), "B2NHD", lambda lay, a, b, n, h: memory[lay, b, a, n, h])
-
-
-def flashinfer_hnd(dtype: torch.dtype, device: torch.device = CPU) -> Engine:
-    """[B, 2, N, H, D] per layer, with heads outside of slots in memory."""
-    memory = noise(LAYERS, BLOCKS, 2, HEADS, SLOTS, DIM, dtype=dtype).to(device)
-    layers = [layer.transpose(2, 3) for layer in memory]
-    return Engine([memory], layers, "B2NHD", lambda lay, a, b, n, h: memory[lay, b, a, h, n])
-
-
-def latent(dtype: torch.dtype, device: torch.device = CPU) -> Engine:
-    """MLA, [B, N, latent]: rows of 72 bytes or more that no power of two divides."""
-    memory = noise(LAYERS, BLOCKS, SLOTS, 72, dtype=dtype).to(device)
-    layers = list(memory)
-    return Engine([memory], layers, "BND", lambda lay, a, b, n, h: memory[lay, b, n], (72,), 1)
-
-
-def latent_head(dtype: torch.dtype, device: torch.device = CPU) -> Engine:
-    """MLA as of vLLM 0.29, [B, 1, N, latent], a row longer than one access of the kernel."""
-    memory = noise(LAYERS, BLOCKS, 1, SLOTS, 288, dtype=dtype).to(device)
-    layers = list(memory)
-    return Engine([memory], layers, "BHND", lambda lay, a, b, n, h: memory[lay, b, 0, n], (288,), 1)
-
-
-def pairs(dtype: torch.dtype, device: torch.device = CPU) -> Engine:
-    """(K, V) per layer, each [B, N, H, D], with different row lengths."""
-    dims = (DIM, 2 * DIM)
-    memory = [
-        noise(LAYERS, BLOCKS, SLOTS, HEADS, dim, dtype=dtype, seed=dim).to(device) for dim in dims
-    ]
-    layers = list(zip(*memory, strict=True))
-    return Engine(memory, layers, "BNHD", lambda lay, a, b, n, h: memory[a][lay, b, n, h], dims)
-
-
-def pool(dtype: torch.dtype, device: torch.device = CPU) -> Engine:
-    """(K, V) per layer, each one long array of slots [N, H, D]."""
-    memory = [
-        noise(LAYERS, BLOCKS * SLOTS, HEADS, DIM, dtype=dtype, seed=a).to(device) for a in (0, 1)
-    ]
-    layers = list(zip(*memory, strict=True))
-    return Engine(memory, layers, "NHD", lambda lay, a, b, n, h: memory[a][lay, b * SLOTS + n, h])
-
-
-ENGINES = (
-    fused, fused_uneven, cross_layer, one_tensor, flash, flash_hnd, flashinfer, flashinfer_hnd,
-    latent, latent_head, pairs, pool,
-)  # fmt: skip
-
-
-def triton_kernels(*, interpreted: bool) -> ModuleType:
-    """A fresh `vua.device.kernels`: what Triton makes of it is decided when it is imported."""
-    path = Path(vua.device.__file__).with_name("kernels.py")
-    name = f"kernels_{'interpreted' if interpreted else 'compiled'}"
-    if name not in sys.modules:
-        importlib.import_module("triton")  # with the settings of this process, unlike our kernel
-        spec = importlib.util.spec_from_file_location(name, path)
-        module = importlib.util.module_from_spec(spec)
-        sys.modules[name] = module
-        with mock.patch.dict(os.environ, TRITON_INTERPRET=str(int(interpreted))):
-            spec.loader.exec_module(module)
-    return sys.modules[name]
+ENGINES: dict[str, Callable[..., Engine]] = {
+    "fused": made("LBHNC", "BHNC"),
+    "a V that is shorter than K, pages in NHD order": made("LBNHC", "BHNC", (DIM, 4)),
+    "blocks of all layers": cross_layer,
+    "one tensor": made("BLNHC", "BLNHC"),
+    "flash": made("L2BNHD", "2BNHD"),
+    "flash, HND": made("L2BHND", "2BHND"),
+    "flashinfer": made("LB2NHD", "B2NHD"),
+    "flashinfer, heads outside of slots in memory": made("LB2HND", "B2NHD"),
+    "MLA: rows of 72 bytes or more that no power of two divides": made("LBND", "BND", (72,), 1),
+    "MLA of vLLM 0.29, rows longer than one access": made("LBHND", "BHND", (288,), 1),
+    "pairs with different row lengths": made("LBNHD", "BNHD", (DIM, 2 * DIM)),
+    "pairs of long arrays": made("LNHD", "NHD"),
+}
+FUSED, LATENT = (made("LBHNC", "BHNC"), made("LBND", "BND", (72,), 1))
 
 
 def draw_slots(chunks: int, tokens: int, seed: int, *, holes: bool = True) -> torch.Tensor:
@@ -223,10 +159,10 @@ class MovesTest(unittest.TestCase):
     @pytest.mark.thorough
     def test_every_layout(self) -> None:
         """Every layout, with tokens left alone and without, in one chunk and in several."""
-        for make, (count, tokens, holes) in product(ENGINES, self.sizes):
+        for name, (count, tokens, holes) in product(ENGINES, self.sizes):
             slots = draw_slots(count, tokens, seed=count, holes=holes)
-            with self.subTest(make=make.__name__, count=count, holes=holes):
-                self.assert_moves(make, torch.bfloat16, slots)
+            with self.subTest(name, count=count, holes=holes):
+                self.assert_moves(ENGINES[name], torch.bfloat16, slots)
 
     def test_every_dtype(self) -> None:
         """Every dtype's bits survive, NaNs included, whatever word they are moved by."""
@@ -237,7 +173,7 @@ class MovesTest(unittest.TestCase):
     def test_cache_of_inference_mode(self) -> None:
         """A cache that was made in inference mode, as vLLM's is, can be written outside of it."""
         with torch.inference_mode():
-            engine = fused(torch.bfloat16, self.device)
+            engine = FUSED(torch.bfloat16, self.device)
         before, slots = bits(engine.memory[0].cpu()), draw_slots(1, 5, seed=1, holes=False)
         chunks = [c.to(self.device) for c in chunks_of(engine, torch.bfloat16, 1, 5)]
         again = [torch.zeros_like(chunk) for chunk in chunks]
@@ -268,6 +204,10 @@ class HostTest(MovesTest):
     def setUp(self) -> None:
         self.enterContext(mock.patch("vua.device.copy.move", side_effect=AssertionError))
 
+    def test_proof(self) -> None:
+        with mock.patch("vua.device.copy.move", torch_move):
+            super().test_proof()
+
     def test_repeated_slots(self) -> None:
         """Where two tokens share a slot one of them is there, whole: PyTorch copies these."""
         paged = PagedCache.of(torch.zeros(1, 2, 1, SLOTS, 2 * 64, dtype=torch.int16), "LBHNC")
@@ -282,9 +222,9 @@ class HostTest(MovesTest):
 
     def test_blocks(self) -> None:
         """Slots as a request's blocks give them, cut by chunks and by what is wanted."""
-        for make in ENGINES:
+        for name, make in ENGINES.items():
             slots = slots_of([3, 1, 2, 4, 0], SLOTS, 0, 20, wanted=(1, 18)).view(2, 10)
-            with self.subTest(make=make.__name__):
+            with self.subTest(name):
                 self.assert_moves(make, torch.bfloat16, slots)
 
     def test_without_native(self) -> None:
@@ -293,7 +233,7 @@ class HostTest(MovesTest):
             self.test_blocks()
 
 
-@unittest.skipUnless(HAS_TRITON, "needs Triton (pip install triton), x86-64 or Arm Linux alone")
+@NEEDS_TRITON
 class InterpretedKernelTest(MovesTest):
     """The Triton kernel, run by Triton's interpreter on the CPU."""
 
@@ -308,9 +248,8 @@ class InterpretedKernelTest(MovesTest):
         """Chunks longer than what one program moves are moved whole."""
         kernels = triton_kernels(interpreted=True)
         with mock.patch.object(kernels, "_TILE_NBYTES", 64):
-            for make in (fused, latent):
-                with self.subTest(make=make.__name__):
-                    self.assert_moves(make, torch.bfloat16, draw_slots(2, 7, seed=3))
+            for make in (FUSED, LATENT):
+                self.assert_moves(make, torch.bfloat16, draw_slots(2, 7, seed=3))
 
     @pytest.mark.thorough
     def test_same_as_torch(self) -> None:
@@ -337,17 +276,15 @@ class InterpretedKernelTest(MovesTest):
 
     def test_compiles_for_hopper(self) -> None:
         """The kernel compiles without a GPU, and where it may, it takes 16 bytes per access."""
-        rows_of_1152_bytes = {
-            "K_ROW": 144,
-            "V_ROW": 144,
+        longer = dict.fromkeys(("K_ROW", "V_ROW"), 144) | {
             "K_WIDTH": 16,
             "V_WIDTH": 16,
             "TOKENS": 16,
         }
-        for sizes in (HOPPER_SIZES, HOPPER_SIZES | rows_of_1152_bytes):
+        kernel = triton_kernels(interpreted=False).move_kernel
+        for sizes in (HOPPER_SIZES, HOPPER_SIZES | longer):  # rows of 256 bytes, and of 1152
             with self.subTest(sizes=sizes):
-                ptx = compile_for(90, triton_kernels(interpreted=False), sizes)
-
+                ptx = compiled(kernel, sizes, pointers=("table", "slots", "k", "v"))
                 self.assertIn("ld.global.v2.b64", ptx)
                 self.assertIn("st.global.v2.b64", ptx)
 
@@ -425,7 +362,7 @@ class PagesTest(unittest.TestCase):
 
     def test_bad_moves(self) -> None:
         """Arguments that do not fit each other are refused, and nothing is copied."""
-        paged = fused(torch.float16).paged
+        paged = FUSED(torch.float16).paged
         k = torch.zeros(1, HEADS, LAYERS, 3, DIM, dtype=torch.float16)
         slots = torch.tensor([1, 2, 3])
         before = bits(paged.arrays[0][0])
@@ -448,7 +385,7 @@ class PagesTest(unittest.TestCase):
                 self.assertIn(words, str(caught.exception))
         self.assertEqual(before, bits(paged.arrays[0][0]))
         with self.assertRaisesRegex(LayoutError, "one latent"):
-            gather(latent(torch.float16).paged, slots, k, k)
+            gather(LATENT(torch.float16).paged, slots, k, k)
 
 
 class DocumentationTest(unittest.TestCase):
@@ -491,23 +428,3 @@ HOPPER_SIZES = {
     "HEADS": 8, "LAYERS": 32, "BLOCK_SIZE": 16, "K_ROW": 32, "V_ROW": 32, "K_WIDTH": 32,
     "V_WIDTH": 32, "TOKENS": 64, "ALIGNED": True, "STORE": False,
 }  # fmt: skip
-
-
-def compile_for(capability: int, kernels: ModuleType, sizes: dict[str, object]) -> str:
-    """The kernel's PTX as Triton makes it for a launch with well aligned bf16 rows of 256 bytes."""
-    import triton
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
-
-    names = kernels.move_kernel.arg_names
-    signature, hints = {}, {}
-    for number, name in enumerate(names):
-        pointer = name in ("table", "slots", "k", "v")
-        signature[name] = "constexpr" if name in sizes else "*i64" if pointer else "i32"
-        if name not in sizes and name not in ("tokens", "tiles"):
-            hints[number,] = [["tt.divisibility", 16]]
-    values = {(names.index(name),): value for name, value in sizes.items()}
-    source = ASTSource(kernels.move_kernel, signature, values, hints)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)  # about Triton's own defaults
-        return str(triton.compile(source, target=GPUTarget("cuda", capability, 32)).asm["ptx"])

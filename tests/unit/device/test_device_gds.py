@@ -4,13 +4,9 @@ from __future__ import annotations
 
 import importlib.util
 import os
-import subprocess
-import sys
 import threading
 import unittest
-import warnings
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 from unittest import mock
 
@@ -18,34 +14,20 @@ import numpy as np
 import pytest
 import torch
 import xxhash
+from forms import HAS_TRITON, NEEDS_TRITON, compiled, triton_kernels
 
-import vua.device
 from helpers import SOON_S, DirectoryTest, PosixMover, flip, keys_of, save_chunk, swap
 from vua.device import xxh3
 from vua.device.buffers import StagingBuffer
 from vua.device.copy import synchronize
-from vua.device.gds import CuFileMover, DirectReader, Gds, Mover, driver_present
-from vua.errors import ConfigError, StorageError
+from vua.device.gds import CuFileMover, DirectReader, Gds
+from vua.errors import ConfigError
 from vua.format.identity import Identity
 from vua.format.layout import KVLayout
 from vua.store.namespace import Namespace
 
-HAS_TRITON = importlib.util.find_spec("triton") is not None
 NEEDS_CUDA = unittest.skipUnless(torch.cuda.is_available(), "needs a CUDA device")
 CPU = torch.device("cpu")
-
-
-def interpreted() -> ModuleType:
-    name = "kernels_interpreted"
-    if name not in sys.modules:
-        importlib.import_module("triton")
-        path = Path(vua.device.__file__).with_name("kernels.py")
-        spec = importlib.util.spec_from_file_location(name, path)
-        module = importlib.util.module_from_spec(spec)
-        sys.modules[name] = module
-        with mock.patch.dict(os.environ, TRITON_INTERPRET="1"):
-            spec.loader.exec_module(module)
-    return sys.modules[name]
 
 
 def content(nbytes: int, seed: int = 0) -> torch.Tensor:
@@ -106,14 +88,14 @@ class ChecksumsTest(unittest.TestCase):
         self.check([8], [3 * 131072 + 1000])
 
 
-@unittest.skipUnless(HAS_TRITON, "needs Triton (pip install triton), x86-64 or Arm Linux alone")
+@NEEDS_TRITON
 class InterpretedChecksumsTest(ChecksumsTest):
     """The Triton kernel, run by Triton's interpreter on the CPU."""
 
     def setUp(self) -> None:
         import triton.language as tl
 
-        kernel = interpreted()
+        kernel = triton_kernels(interpreted=True)
         self.kernel = kernel.digests
         self.enterContext(mock.patch.object(tl.standard, "_sum_combine", kernel.add_pair))
 
@@ -129,23 +111,11 @@ class InterpretedChecksumsTest(ChecksumsTest):
     @pytest.mark.thorough
     def test_compiles_for_hopper(self) -> None:
         """The kernel compiles without a GPU, and reads words of eight bytes."""
-        import triton
-        from triton.backends.compiler import GPUTarget
-        from triton.compiler import ASTSource
-
-        from vua.device import kernels as compiled
-
-        if os.environ.get("TRITON_INTERPRET") == "1":
-            self.skipTest("Triton interprets everything in this process")
-        names = compiled.digest_kernel.arg_names
-        signature = dict.fromkeys(names, "*i64") | {"data": "*u8", "WORD": "constexpr"}
+        kernel = triton_kernels(interpreted=False).digest_kernel
+        pointers = ("starts", "lengths", "keys", "out")
         for word, access in ((8, ".b64"), (1, ".b8")):
-            source = ASTSource(
-                compiled.digest_kernel, signature, {(names.index("WORD"),): word}, {}
-            )
-            with self.subTest(word=word), warnings.catch_warnings():
-                warnings.simplefilter("ignore", UserWarning)
-                ptx = triton.compile(source, target=GPUTarget("cuda", 90, 32)).asm["ptx"]
+            with self.subTest(word=word):
+                ptx = compiled(kernel, {"WORD": word}, pointers)
                 self.assertIn("ld.global", ptx)
                 self.assertIn(access, ptx)
 
@@ -167,7 +137,7 @@ class MoverTest(DirectoryTest):
 
     device = CPU
 
-    def mover(self) -> Mover:
+    def mover(self) -> Any:
         return PosixMover()
 
     def test_reads(self) -> None:
@@ -211,7 +181,7 @@ class CuFileMoverTest(MoverTest):
 
     device = torch.device("cuda:0")
 
-    def mover(self) -> Mover:
+    def mover(self) -> Any:
         return CuFileMover(self.device)
 
 
@@ -254,7 +224,7 @@ class TrialTest(DirectoryTest):
         self.addCleanup(go.set)
         hanging: list[threading.Thread] = []
 
-        def hang() -> Mover:
+        def hang() -> Any:
             hanging.append(threading.current_thread())
             go.wait()
             return PosixMover()
@@ -269,37 +239,6 @@ class TrialTest(DirectoryTest):
         self.assertIsNone(gds.mover)
         gds.close()
 
-    def test_no_driver(self) -> None:
-        """Without a CUDA driver cuFile is not even imported."""
-        with (
-            mock.patch("vua.device.gds.driver_present", return_value=False),
-            mock.patch.dict(sys.modules, {"cuda": None, "cuda.bindings": None}),
-            self.assertRaisesRegex(StorageError, "libcuda.so.1"),
-        ):
-            CuFileMover(torch.device("cuda:0"))
-        if not torch.cuda.is_available():
-            self.assertFalse(driver_present())
-
-    @pytest.mark.thorough
-    def test_packages(self) -> None:
-        """With both packages that the refusal names cuFile's library is found."""
-        with (
-            mock.patch.object(movers, "driver_present", return_value=True),
-            mock.patch.dict(sys.modules, {"cuda": None, "cuda.bindings": None}),
-            self.assertRaisesRegex(StorageError, "cuda-bindings and nvidia-cufile"),
-        ):
-            CuFileMover(torch.device("cuda:0"))
-        subprocess.run([sys.executable, "-m", "venv", self.root], check=True)
-        python, here = (
-            self.root / "bin" / "python",
-            {"PYTHONPATH": str(Path(np.__path__[0]).parent)},
-        )
-        asks = [python, "-c", "from cuda.bindings import cufile; cufile.get_version()"]
-        for package, found in (("cuda-bindings", False), ("nvidia-cufile", True)):
-            subprocess.run([python, "-m", "pip", "install", "-q", package], check=True)
-            asked = subprocess.run(asks, env=os.environ | here, capture_output=True, check=False)
-            self.assertEqual(found, asked.returncode == 0, asked.stderr)
-
 
 class DirectReaderTest(DirectoryTest):
     """Chunks of a store into what stands for device memory."""
@@ -307,7 +246,7 @@ class DirectReaderTest(DirectoryTest):
     device = CPU
     layout = KVLayout(layers=20, kv_heads=2, k_dim=32, v_dim=16, dtype="BF16", chunk_tokens=16)
 
-    def mover(self) -> Mover:
+    def mover(self) -> Any:
         return PosixMover()
 
     def setUp(self) -> None:
@@ -401,5 +340,5 @@ class CuFileReaderTest(DirectReaderTest):
 
     device = torch.device("cuda:0")
 
-    def mover(self) -> Mover:
+    def mover(self) -> Any:
         return CuFileMover(self.device)

@@ -9,9 +9,10 @@ import multiprocessing
 import os
 import threading
 import unittest
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, closing
 from functools import partial
+from itertools import chain, product
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -23,7 +24,6 @@ from vllm.config import ECTransferConfig, MultiModalConfig
 from vllm.distributed.kv_transfer import kv_transfer_state as state
 from vllm.model_executor.models.llama import LlamaForCausalLM
 from vllm.v1 import kv_cache_interface
-from vllm.v1 import kv_cache_interface as found
 from vllm.v1.kv_cache_interface import (
     FullAttentionSpec,
     MambaSpec,
@@ -43,12 +43,16 @@ from vua.errors import ConfigError
 from vua.store.place import create_namespace, locate
 from vua.vllm.cache_spec import check_place, describe
 from vua.vllm.engine_identity import find_weights, setup_of
-from vua.vllm.support import check_drafts, check_engine, check_starts, door_of, has_load_interface
+from vua.vllm.support import check_drafts, check_engine, check_starts, door_of
 
 pytestmark = pytest.mark.vllm
 
 WITHOUT = "start it without --kv-transfer-config"
 TIER = "set VUA_DOOR=tier"
+
+Ask = Callable[[], object]
+Row = tuple[Any, ...]
+"""The arguments of `RefusalsTest.check`."""
 
 
 def pixels(value: float, identifier: str, **more: Any) -> Any:
@@ -68,30 +72,19 @@ class Item(dict[str, Any]):
 
 
 class RefusalsTest(ConfigTest):
-    @classmethod
-    def setUpClass(cls) -> None:
-        super().setUpClass()
-        cls.config = ConnectorConfig(shared_storage_path=str(cls.root / "kv"))
-
-    def described(self, *specs: Any, made: Any = None, config: Any = None) -> Any:
+    def described(self, *specs: Any, allow: str = "") -> Any:
         """How the connector describes an engine whose layers have such caches."""
         tables = [
             SimpleNamespace(layer_names=[f"model.layers.{at}.attn"], kv_cache_spec=spec)
             for at, spec in enumerate(specs)
         ]
-        return describe(
-            made or self.made, SimpleNamespace(kv_cache_groups=tables), config or self.config
-        )
+        settings = ConnectorConfig(shared_storage_path="/kv", allow=(allow,) if allow else ())
+        return describe(self.made, SimpleNamespace(kv_cache_groups=tables), settings)
 
     def spec(self, kind: str = "FullAttentionSpec", **more: Any) -> Any:
         """One of vLLM's descriptions of a cache."""
         sizes = {"block_size": 32, "num_kv_heads": 2, "head_size": 32, "dtype": torch.float32}
         return getattr(kv_cache_interface, kind)(**sizes | more)
-
-    @staticmethod
-    def allowing(name: str) -> Any:
-        """The connector's settings, with this in `allow`."""
-        return ConnectorConfig(shared_storage_path="/kv", allow=(name,))
 
     def window(self, heads: int = 2) -> Any:
         return self.spec("SlidingWindowSpec", sliding_window=64, num_kv_heads=heads)
@@ -101,7 +94,7 @@ class RefusalsTest(ConfigTest):
         self.described(self.spec())
 
     @staticmethod
-    def why_not(ask: Callable[[], object]) -> str:
+    def why_not(ask: Ask) -> str:
         """Why it is refused; "" if it is not."""
         try:
             found = ask()
@@ -109,15 +102,24 @@ class RefusalsTest(ConfigTest):
             return str(problem)
         return str(found) if isinstance(found, UncachedError | str) else ""
 
-    def row(
+    def test_rows(self) -> None:
+        """Every refusal that there is, and once its advice is heeded it is none."""
+        seen = set[str]()
+        for name, *row in chain(self.of_engines(), self.of_caches(), self.of_requests()):
+            seen.add(name)
+            with self.subTest(name):
+                self.check(name, *row)
+        self.assertEqual({*REFUSALS}, seen, "advice that is not tried")
+
+    def check(
         self,
         name: str,
-        ask: Callable[[], object],
-        *refused: Given,
-        advised: tuple[Given, ...] = (),
-        then: Callable[[], object] | None = None,
+        ask: Ask,
+        refused: Sequence[Given] = (),
+        advised: Sequence[Given] = (),
+        then: Ask | None = None,
     ) -> None:
-        """It is refused by this name, and once the advice is heeded it is not.
+        """It is refused by this name, and where the advice is heeded it is not.
 
         ``refused`` holds for the refusal alone. ``then``: what is asked afterwards, if not the
         same; where the advice is to start without a connector, vLLM has to make none.
@@ -156,241 +158,144 @@ class RefusalsTest(ConfigTest):
                 with on(device):
                     self.assertEqual("tier", door_of(self.made)[0])
 
-    def test_rows(self) -> None:
-        """Every refusal that there is."""
-        for name in REFUSALS:
-            with self.subTest(name):
-                ask = getattr(self, f"row_{name}", None)
-                self.assertIsNotNone(ask, f"{REFUSALS[name].do!r} is advised and not tried")
-                ask()  # type: ignore[misc]
-
-    # -- engines ----------------------------------------------------------------------------------
-
-    def row_tier_alone(self) -> None:
-        """Also caches of another form, see `ClassesTest`."""
-        kind, text = type(self.made.model_config), self.made.model_config.hf_text_config
-        draft = SimpleNamespace(method="eagle")
-        for change in (
-            self.given("parallel_config", decode_context_parallel_size=2),
-            self.given("parallel_config", prefill_context_parallel_size=2),
-            self.given("model_config", enable_sleep_mode=True),
-            mock.patch.object(kind, "is_hybrid", new=True),
-            mock.patch.object(kind, "has_inner_state", new=True),
-            self.given("", speculative_config=draft),
-            mock.patch.object(text, "index_topk", 8, create=True),
-            mock.patch.object(text, "compress_ratios", [4], create=True),
-        ):
-            for device in ("cuda", "cpu"):
-                self.row("tier_alone", lambda: check_engine(self.made), on(device), change)
-        for device in ("rocm", "xpu"):
-            self.row("tier_alone", lambda: check_engine(self.made), on(device))
-        with on("cuda"):
-            self.assertEqual("", self.why_not(lambda: check_engine(self.made)))
-
-    def row_old_vllm(self) -> None:
+    def of_engines(self) -> Iterator[Row]:
+        sleeps = self.given("model_config", enable_sleep_mode=True)
+        for device in ("cuda", "cpu"):  # also what `DoorsTest` and `ClassesTest` have
+            yield "tier_alone", partial(check_engine, self.made), (on(device), sleeps)
         older = mock.patch("vua.vllm.cache_spec.has_load_interface", return_value=False)
-        self.row("old_vllm", lambda: self.described(self.window()), older)
-
-    def row_mixed_blocks(self) -> None:
-        kept = self.given("cache_config", cache_dtype="bfloat16")
-        self.row("mixed_blocks", self.engine, kept)
-
-    def row_encoder_decoder(self) -> None:
-        kind = self.given("model_config", is_encoder_decoder=True)
-        self.row("encoder_decoder", lambda: check_starts(self.made), kind)
-
-    def row_pooling(self) -> None:
-        name = "is_prefix_caching_supported"
-        kind = mock.patch.object(type(self.made.model_config), name, new=False)
-        self.row("pooling", self.engine, self.given("model_config", runner_type="pooling"), kind)
-
-    def row_no_cache(self) -> None:
-        self.row("no_cache", self.described)
-
-    def row_unidentified(self) -> None:
-        """A model whose code is a name on a hub that is not here, then in its own directory."""
+        yield "old_vllm", lambda: self.described(self.window()), (older,)
+        mixed = self.given("cache_config", cache_dtype="bfloat16")
+        yield "mixed_blocks", self.engine, (mixed,)
+        encoder = self.given("model_config", is_encoder_decoder=True)
+        yield "encoder_decoder", partial(check_starts, self.made), (encoder,)
+        kind, own = type(self.made.model_config), self.made.model_config.hf_config
+        uncached = mock.patch.object(kind, "is_prefix_caching_supported", new=False)
+        pooling = self.given("model_config", runner_type="pooling")
+        yield "pooling", self.engine, (pooling, uncached)
+        yield "no_cache", self.described
+        # code with a name on a hub that is not here, then in the model's own directory
         (self.root / "model" / "modeling.py").write_text("")
         trusted = self.given("model_config", trust_remote_code=True)
-
-        def code(name: str) -> Given:
-            own = self.made.model_config.hf_config
-            return mock.patch.object(own, "auto_map", {"AutoModel": name}, create=True)
-
-        elsewhere = code("nobody/none--modeling.Model")
-        here = (trusted, code("modeling.Model"))
-        self.row("unidentified", self.engine, trusted, elsewhere, advised=here)
-
-    def find(self) -> None:
-        find_weights(self.made, threading.Event())
-
-    def row_weights(self) -> None:
+        elsewhere, here = (
+            mock.patch.object(own, "auto_map", {"AutoModel": name}, create=True)
+            for name in ("nobody/none--modeling.Model", "modeling.Model")
+        )
+        yield "unidentified", self.engine, (trusted, elsewhere), (trusted, here)
+        find = partial(find_weights, self.made, threading.Event())
         for part, values in (
             ("load_config", {"load_format": "npcache"}),
             ("model_config", {"model": "nobody/none"}),
             ("model_config", {"model": str(self.root)}),
             ("model_config", {"model_weights": "s3://bucket/model"}),
         ):
-            self.row("weights", self.find, self.given(part, **values))
-
-    def row_more_weights(self) -> None:
+            yield "weights", find, (self.given(part, **values),)
         more = mock.patch.object(LlamaForCausalLM, "secondary_weights", (), create=True)
-        self.row("more_weights", self.find, more)
-
-    def row_weights_changed(self) -> None:
-        """In processes of their own, as engines are: the second one is a restart."""
-        file = self.root / "model" / "model.safetensors"
-        self.find()  # what is known of the content, processes share by a file
-
-        def started(touched: int) -> str:
-            here, there = multiprocessing.Pipe(duplex=False)
-
-            def run() -> None:
-                while touched and file.stat().st_ctime_ns <= touched:
-                    file.touch()
-                there.send(self.why_not(self.find))
-
-            fork = multiprocessing.get_context("fork")
-            process = fork.Process(target=run, name="EngineCore_DP0")
-            process.start()
-            try:
-                return str(here.recv())
-            finally:
-                process.join()
-
-        changed = file.stat().st_ctime_ns + 2 * 10**9  # clocks of processes step by 0.01 s
-        self.row("weights_changed", lambda: started(changed), then=lambda: started(0))
-
-    def row_setting(self) -> None:
+        yield "more_weights", find, (more,)
+        find()  # what is known of the content, processes share by a file
+        changed = (self.root / "model" / "model.safetensors").stat().st_ctime_ns
+        changed += 2 * 10**9  # clocks of processes step by 0.01 s
+        restart = partial(self.started, find, 0)
+        yield "weights_changed", partial(self.started, find, changed), (), (), restart
         odd = self.given("compilation_config", inductor_passes={"mine": object()})
-        self.row("setting", self.engine, odd)
+        yield "setting", self.engine, (odd,)
+        for method, better in product(("draft_model", "dflash"), ("ngram", "eagle", "mtp")):
+            self.assertIn(better, REFUSALS["draft_method"].do)
+            guesses = [
+                [self.given("", speculative_config=SimpleNamespace(method=one))]
+                for one in (method, better)
+            ]
+            yield "draft_method", partial(check_drafts, self.made), *guesses
 
-    # -- guesses ----------------------------------------------------------------------------------
+    def started(self, find: Ask, touched: int) -> str:
+        """Why an engine is refused, in a process of its own, if its weights change meanwhile."""
+        here, there = multiprocessing.Pipe(duplex=False)
+        file = self.root / "model" / "model.safetensors"
 
-    def row_draft_method(self) -> None:
-        for method in ("draft_model", "dflash"):
-            for better in ("ngram", "eagle", "mtp"):
-                self.assertIn(better, REFUSALS["draft_method"].do)
-                ask = partial(check_drafts, self.made)
-                refused, advised = (
-                    self.given("", speculative_config=SimpleNamespace(method=one))
-                    for one in (method, better)
-                )
-                self.row("draft_method", ask, refused, advised=(advised,))
+        def run() -> None:
+            while touched and file.stat().st_ctime_ns <= touched:
+                file.touch()
+            there.send(self.why_not(find))
 
-    # -- caches -----------------------------------------------------------------------------------
+        process = multiprocessing.get_context("fork").Process(target=run, name="EngineCore_DP0")
+        process.start()
+        try:
+            return str(here.recv())
+        finally:
+            process.join()
 
-    def row_latent(self) -> None:
-        spec = self.spec("MLAAttentionSpec", num_kv_heads=1)
-        allowed = self.allowing("inexact_continuation")
-        with self.given("scheduler_config", enable_chunked_prefill=False):
-            self.row(
-                "latent",
-                lambda: self.described(spec),
-                then=lambda: self.described(spec, config=allowed),
-            )
-
-    def row_on_host(self) -> None:
+    def of_caches(self) -> Iterator[Row]:
+        latent = self.spec("MLAAttentionSpec", num_kv_heads=1)
+        unchunked = (self.given("scheduler_config", enable_chunked_prefill=False),)
+        allowed = partial(self.described, latent, allow="inexact_continuation")
+        yield "latent", partial(self.described, latent), unchunked, unchunked, allowed
         for table in ({"host_resident": True}, {"enable_kv_transfer": False}):
-            placed = SimpleNamespace(**table)
-            self.row("on_host", lambda placed=placed: check_place(placed))
-
-    def row_no_prefix(self) -> None:
-        self.row("no_prefix", lambda: self.described(self.spec(non_causal=True)))
-
-    def row_pipeline(self) -> None:
-        self.pipeline(lambda one: self.described(one, self.window(one.num_kv_heads)))
+            yield "on_host", partial(check_place, SimpleNamespace(**table))
+        yield "no_prefix", partial(self.described, self.spec(non_causal=True))
+        # two ranks of a pipeline are refused, two that divide the heads are not
+        self.assertIn("leave out --pipeline-parallel-size", REFUSALS["pipeline"].do)
         text = self.made.model_config.hf_text_config
-        with mock.patch.object(text, "num_kv_shared_layers", 1, create=True):
-            self.pipeline(self.described)
-
-    def pipeline(self, ask: Callable[[Any], object]) -> None:
-        """Two ranks of a pipeline are refused, two that divide the heads are not."""
-        ranks = [
+        shares = mock.patch.object(text, "num_kv_shared_layers", 1, create=True)
+        pipeline, tensors = (
             self.given("parallel_config", pipeline_parallel_size=pp, tensor_parallel_size=tp)
             for pp, tp in ((2, 1), (1, 2))
-        ]
-        self.assertIn("leave out --pipeline-parallel-size", REFUSALS["pipeline"].do)
-        self.row(
-            "pipeline",
-            *(lambda: ask(self.spec()), ranks[0]),
-            advised=(ranks[1],),
-            then=lambda: ask(self.spec(num_kv_heads=1)),
         )
+        for beside, given in (([self.window], ()), ([], (shares,))):
+            ask, then = (
+                partial(self.described, self.spec(num_kv_heads=n), *(one(n) for one in beside))
+                for n in (2, 1)
+            )
+            yield "pipeline", ask, (pipeline, *given), (tensors, *given), then
 
-    # -- images and adapters ----------------------------------------------------------------------
-
-    def images(self) -> str:
+    def images(self, allow: str = "") -> str:
         """Why prompts with images are not cached."""
-        return str(self.described(self.spec()).engine.media_refused)
+        return str(self.described(self.spec(), allow=allow).engine.media_refused)
 
-    def sees(self, **values: Any) -> Given:
-        """The model takes images, with such settings."""
-        return self.given("model_config", multimodal_config=MultiModalConfig(**values))
+    def of_requests(self) -> Iterator[Row]:
+        def sees(**values: Any) -> Given:
+            """The model takes images, with such settings."""
+            return self.given("model_config", multimodal_config=MultiModalConfig(**values))
 
-    def look(self, *features: Any, media: Any = None, refused: str = "") -> Callable[[], object]:
-        """Ask whether a request with these images is cached."""
-        found = media or Media("s", refused, 8)
-        return lambda: found.look_at(features)
+        def look(*features: Any, media: Any = None) -> Ask:
+            """Ask whether a request with these images is cached."""
+            return partial((media or Media("s", "", 8)).look_at, features)
 
-    def row_no_images(self) -> None:
-        why = self.images()
-        image = self.look(pixels(1, "a"), refused=why)
-        self.row("no_images", image, then=self.look(refused=why))
-
-    def row_other_encoder(self) -> None:
+        without = Media("s", self.images(), 8)
+        yield "no_images", look(pixels(1, "a"), media=without), (), (), look(media=without)
         other = ECTransferConfig(ec_connector="ECExampleConnector", ec_role="ec_consumer")
-        apart = self.given("", ec_transfer_config=other)
-        self.row("other_encoder", self.images, self.sees(), apart, advised=(self.sees(),))
-        allowed = self.allowing("other_encoders")
-        with self.sees(), apart:
-            found = self.described(self.spec(), config=allowed)
-        self.assertEqual("", found.engine.media_refused)
-
-    def row_shared_memory(self) -> None:
-        shared = self.sees(mm_processor_cache_type="shm")
+        apart = (sees(), self.given("", ec_transfer_config=other))
+        yield "other_encoder", self.images, apart, (sees(),)
+        yield "other_encoder", self.images, apart, apart, partial(self.images, "other_encoders")
         for better in ({}, {"mm_processor_cache_type": "lru"}):
-            self.row("shared_memory", self.images, shared, advised=(self.sees(**better),))
-
-    def row_processor(self) -> None:
+            shared = sees(mm_processor_cache_type="shm")
+            yield "shared_memory", self.images, (shared,), (sees(**better),)
         gone = self.given("model_config", model="nobody/none")
-        self.row("processor", self.images, self.sees(), gone, advised=(self.sees(),))
-
-    def row_no_content(self) -> None:
+        yield "processor", self.images, (sees(), gone), (sees(),)
         media = Media("s", "", 8)
-        nothing = self.look(feature(None, "a"), media=media)
-        for better in (pixels(1, "b"), pixels(1, "its hash")):
-            self.row("no_content", nothing, then=self.look(better, media=media))
-        self.assertIn("identifier", self.why_not(self.look(pixels(1, "a"), media=media)))
-
-    def row_content(self) -> None:
-        device = pixels(1, "b", more=torch.zeros(2, device="meta"))
-        for odd in (pixels(1, "a", more=object()), device):
-            self.row("content", self.look(odd), then=self.look())
-
-    def row_identifiers(self) -> None:
+        nothing = look(feature(None, "a"), media=media)
+        for name in ("b", "its hash"):
+            yield "no_content", nothing, (), (), look(pixels(1, name), media=media)
+        self.assertIn("identifier", self.why_not(look(pixels(1, "a"), media=media)))
+        for odd in (object(), torch.zeros(2, device="meta")):
+            yield "content", look(pixels(1, "a", more=odd)), (), (), look()
         media = Media("s", "", 8)
-        self.assertEqual("", self.why_not(self.look(pixels(1, "a"), media=media)))
-        other = self.look(pixels(2, "a"), media=media)
-        self.row("identifiers", other, then=self.look(pixels(2, "b"), media=media))
+        self.assertEqual("", self.why_not(look(pixels(1, "a"), media=media)))
+        two, better = (look(pixels(2, name), media=media) for name in ("a", "b"))
+        yield "identifiers", two, (), (), better
+        with self.assertLogs("vllm.vua", "WARNING") as told:
+            ask, then = (partial(self.asked, one, told) for one in ("/adapter", None))
+            yield "adapter", ask, (), (), then
 
-    def row_adapter(self) -> None:
-        """The workers have answered that they do not hold it; a request without it is looked up."""
-        model = self.described(self.spec())
-        place = locate(self.root / "kv")
+    def asked(self, adapter: str | None, told: Any) -> str:
+        """Why a request with an adapter is not looked up: the workers do not hold it."""
+        model, place = self.described(self.spec()), locate(self.root / "kv")
         namespace = create_namespace(place, model.identity, [one.layout for one in model.groups])
-        self.addCleanup(namespace.close)
-        lookups, media = Lookups(model, namespace, self.config), Media("s", "", 8)
-        self.addCleanup(lookups.close)
-
-        def asked(adapter: Any) -> str:
-            request = request_of("a", lora_request=adapter, num_output_tokens=0)
+        config, media = ConnectorConfig(shared_storage_path="/kv"), Media("s", "", 8)
+        with closing(namespace), closing(Lookups(model, namespace, config)) as lookups:
+            held = None if adapter is None else SimpleNamespace(lora_path=adapter)
+            request = request_of("a", lora_request=held, num_output_tokens=0)
             found = Lookup(request, RequestOptions(), 0.0, None, media)
             lookups.ask(found)
             return "" if found.answer.result(60) else "".join(told.output)
-
-        with self.assertLogs("vllm.vua", "WARNING") as told:
-            held = SimpleNamespace(lora_path="/adapter")
-            self.row("adapter", lambda: asked(held), then=lambda: asked(None))
 
 
 class ClassesTest(unittest.TestCase):
@@ -398,8 +303,6 @@ class ClassesTest(unittest.TestCase):
 
     def setUp(self) -> None:
         self.enterContext(mock.patch.dict(os.environ, ENVIRONMENT))
-        if not has_load_interface():
-            self.skipTest("models with several groups are cached with vLLM 0.30 and newer")
 
     def groups(
         self, *tables: dict[str, Any], gpu: bool = True, like: str = "llama", **config: Any
@@ -478,12 +381,12 @@ class ClassesTest(unittest.TestCase):
 
     def test_compressed(self) -> None:
         """DeepSeek V4: latents of 4 and of 128 tokens each, windows, a ring that no hit needs."""
-        if not hasattr(found, "CircularBufferSpec"):
-            self.skipTest("this vLLM has no such caches")
         same = {"block_size": 256, "num_kv_heads": 1, "head_size": 584, "dtype": torch.uint8}
-        latents = {"layers.0.attn": found.MLAAttentionSpec(**same, tokens_per_state=4)}
-        window = found.SlidingWindowMLASpec(**same | {"block_size": 64}, sliding_window=128)
-        ring = found.CircularBufferSpec(**same | {"block_size": 7})
+        latents = {"layers.0.attn": MLAAttentionSpec(**same, tokens_per_state=4)}
+        window = kv_cache_interface.SlidingWindowMLASpec(
+            **same | {"block_size": 64}, sliding_window=128
+        )
+        ring = kv_cache_interface.CircularBufferSpec(**same | {"block_size": 7})
         given = {"like": "deepseek_v4", "kv_cache_dtype": "fp8"}
         tables = latents, {"layers.0.swa": window}, {"layers.1.ring": ring}
         self.left_to_the_tier("an indexer", *tables, **given)

@@ -37,12 +37,7 @@ from vua.security.keyring import tenant_of, write_key
 from vua.storage.base import Batch, ReadResult
 from vua.storage.local import LocalStorage
 from vua.store.store import Loader, LoadResult
-from vua.vllm.tier import (
-    ENGINES,
-    Engine,
-    Terms,
-    VUATier,
-)
+from vua.vllm.tier import ENGINES, Engine, Terms, VUATier
 from vua.weights import Weights
 
 pytestmark = pytest.mark.vllm
@@ -100,10 +95,10 @@ class Host:
         self._jobs = 0
 
     def request(
-        self, name: str, rows: int = 8, terms: Terms | None = None, group: int = 0
+        self, name: str, rows: int = 8, terms: Terms | None = None, group: int = 0, **params: Any
     ) -> tuple[ReqContext, list[Any]]:
         """Begin a request, whose rows have names that depend on the prompt alone."""
-        context = ReqContext(f"{name} {time.monotonic_ns()}")
+        context = ReqContext(f"{name} {time.monotonic_ns()}", params)
         self.tier.on_new_request(context)
         context.set_state(terms or Terms())
         keys: list[list[Any]] = [[], []]
@@ -188,7 +183,7 @@ class TierTest(DirectoryTest):
         return host.find(context, keys)
 
     def test_another_engine_loads_what_was_stored(self) -> None:
-        """Bytes and names; a row of another prompt is missing."""
+        """Bytes and names; a row of another prompt, or of another cache group, is missing."""
         keys = self.filled()
         host = self.host()
         context, _ = host.request("prompt")
@@ -196,12 +191,6 @@ class TierTest(DirectoryTest):
         self.assertEqual([True] * 8, host.find(context, keys))
         self.assertEqual(keys, host.load(context, keys))
         self.assertEqual([False] * 8, host.find(*host.request("other")))
-
-    def test_groups_and_places_are_apart(self) -> None:
-        """The same hash in another cache group is another row."""
-        self.filled()
-        host = self.host()
-
         self.assertEqual([False] * 8, host.find(*host.request("prompt", group=1)))
 
     def test_parents(self) -> None:
@@ -264,7 +253,7 @@ class TierTest(DirectoryTest):
             self.assertEqual(copies, copy.call_count)
 
     def test_damage(self) -> None:
-        """Flipped and cut files are misses, other rows come; they are stored anew."""
+        """Flipped, cut and lost files are misses, other rows come; they are stored anew."""
         keys = self.filled()
         files = stored(self.root)
         flip(files[0])
@@ -279,6 +268,8 @@ class TierTest(DirectoryTest):
         self.assertEqual([False, False], host.find(context, missing))
         self.assertTrue(host.store(context, keys).success)
         self.assertEqual([True] * 8, self.found(self.host()))
+        shutil.rmtree(self.root)
+        self.assertEqual([], host.load(host.request("prompt")[0], keys))
 
     def test_another_setup(self) -> None:
         """Its rows are computed and compared first; then they are loaded, by its like at once."""
@@ -418,20 +409,10 @@ class TierTest(DirectoryTest):
     def test_options(self) -> None:
         """A client may keep its prompt from being stored, or stored rows from being used."""
         host = self.host()
-        context = ReqContext("one", {"vua": {"store": False}})
-        host.tier.on_new_request(context)
-        context.set_state(Terms())
-        _, keys = host.request("prompt")
-        for at, key in enumerate(keys):
-            context.set_offload_key_position(key, (at + 1) * TOKENS)
-        self.assertFalse(host.store(context, keys).success)
+        self.assertFalse(host.store(*host.request("prompt", vua={"store": False})).success)
         self.assertEqual([], stored(self.root))
-
         self.filled()
-        context = ReqContext("two", {"vua": {"load": False}})
-        host.tier.on_new_request(context)
-        context.set_state(Terms())
-        self.assertEqual([False] * 8, host.find(context, keys))
+        self.assertEqual([False] * 8, host.find(*host.request("prompt", vua={"load": False})))
 
     def test_a_read_that_hangs(self) -> None:
         """It is reported as failed, and its thread touches vLLM's memory no more."""
@@ -533,20 +514,6 @@ class TierTest(DirectoryTest):
             held = reader.find(*reader.request(name))
             self.assertEqual(sorted(held, reverse=True), held, name)
 
-    def test_two_engines_at_once(self) -> None:
-        """They store the same prompt at the same time: each row once, and right."""
-        hosts = [self.host() for _ in range(2)]
-        asked = [host.request("prompt", rows=32) for host in hosts]
-        for host, (context, keys) in zip(hosts, asked, strict=True):
-            host.fill(keys)
-            host.move(context, keys, load=False)
-        for host in hosts:
-            self.assertTrue(host.finish().success)
-
-        self.assertEqual(32, len(stored(self.root)))
-        for host, (context, keys) in zip(hosts, asked, strict=True):
-            self.assertEqual(keys, host.load(context, keys))
-
     def test_where_prompts_part(self) -> None:
         """A prompt is noted at its end, by the first row of whole groups that is missing."""
         self.filled()
@@ -603,13 +570,3 @@ class TierTest(DirectoryTest):
             Host(self.root, limits={"max_byte": 1})
         with self.assertRaisesRegex(ConfigError, "missing"):
             Host(self.root / "a" / "b")
-
-    def test_a_lost_directory(self) -> None:
-        """It costs hits, and no error."""
-        keys = self.filled()
-        host = self.host()
-        context, _ = host.request("prompt")
-        self.assertEqual([True] * 8, host.find(context, keys))
-        shutil.rmtree(self.root)
-
-        self.assertEqual([], host.load(context, keys))
