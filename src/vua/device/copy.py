@@ -19,10 +19,8 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from vua import native
 from vua.device.paged import WORDS, PagedCache
 from vua.errors import InputError, LayoutError
-from vua.native import StridedCopy
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -154,6 +152,8 @@ def move_on_cpu(job: Job, *, store: bool) -> None:
 
 def copy_runs(job: Job, *, store: bool) -> None:
     """Copy K and V by boxes, one per layer and run of tokens, with both sides' strides."""
+    from vua import native  # noqa: PLC0415 - the native library is not needed on a GPU
+
     layout, size, copies = job.cache.layout, job.cache.itemsize, []
     first, slot, counts = _runs(job.slots.numpy(), layout.block_size)
     block, place = np.divmod(slot, layout.block_size)
@@ -171,7 +171,7 @@ def copy_runs(job: Job, *, store: bool) -> None:
             (target, to), (source, from_) = (source, from_), (target, to)
         shape = chunk.shape[1], chunk.shape[4], word
         many = np.broadcast_to(counts, lines.shape)
-        copies.append(StridedCopy(shape, to, from_, target, source, many))
+        copies.append(native.StridedCopy(shape, to, from_, target, source, many))
     native.copy_strided(copies)
 
 

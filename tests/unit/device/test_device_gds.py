@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import subprocess
+import sys
 import threading
 import unittest
 from pathlib import Path
@@ -21,7 +23,7 @@ from vua.device import xxh3
 from vua.device.buffers import StagingBuffer
 from vua.device.copy import synchronize
 from vua.device.gds import CuFileMover, DirectReader, Gds
-from vua.errors import ConfigError
+from vua.errors import ConfigError, StorageError
 from vua.format.identity import Identity
 from vua.format.layout import KVLayout
 from vua.store.namespace import Namespace
@@ -57,24 +59,18 @@ class ChecksumsTest(unittest.TestCase):
         again = xxh3.checksums(on_device, places, sizes, kernel=self.kernel)
         self.assertNotEqual(found[at], again[at])
 
-    def test_aligned(self) -> None:
-        """Pieces in words of eight bytes, around the ends of stripes and blocks."""
+    def test_words(self) -> None:
+        """Pieces in words of eight bytes, around the ends of stripes and blocks, of four, none."""
         lengths = [248, 256, 264, 1016, 1024, 1032, 1088, 2048, 2056, 3072, 4096]
         self.check(np.cumsum([0, *lengths[:-1]]).tolist(), lengths)
-
-    def test_half_aligned(self) -> None:
-        """Pieces in words of four bytes."""
         self.check([4, 260, 1300], [244, 1028, 2052])
+        none = np.array([], dtype=np.int64)
+        self.assertEqual(0, len(xxh3.checksums(content(8).to(self.device), none, none)))
 
     @pytest.mark.thorough
     def test_a_checksum_block(self) -> None:
         """A file's whole checksum block of 128 KiB, and one of 16 KiB."""
         self.check([0, 131072], [131072, 16384])
-
-    def test_nothing(self) -> None:
-        """No pieces, no sums."""
-        none = np.array([], dtype=np.int64)
-        self.assertEqual(0, len(xxh3.checksums(content(8).to(self.device), none, none)))
 
     @pytest.mark.thorough
     def test_every_length(self) -> None:
@@ -239,6 +235,25 @@ class TrialTest(DirectoryTest):
         self.assertIsNone(gds.mover)
         gds.close()
 
+    @pytest.mark.thorough
+    def test_packages(self) -> None:
+        """With both packages that the refusal names cuFile's library is found."""
+        with (
+            mock.patch.dict(sys.modules, {"cuda": None, "cuda.bindings": None}),
+            self.assertRaisesRegex(StorageError, "cuda-bindings and nvidia-cufile"),
+        ):
+            CuFileMover(torch.device("cuda:0"))
+        subprocess.run([sys.executable, "-m", "venv", self.root], check=True)
+        python, here = (
+            self.root / "bin" / "python",
+            {"PYTHONPATH": str(Path(np.__path__[0]).parent)},
+        )
+        asks = [python, "-c", "from cuda.bindings import cufile; cufile.get_version()"]
+        for package, found in (("cuda-bindings", False), ("nvidia-cufile", True)):
+            subprocess.run([python, "-m", "pip", "install", "-q", package], check=True)
+            asked = subprocess.run(asks, env=os.environ | here, capture_output=True, check=False)
+            self.assertEqual(found, asked.returncode == 0, asked.stderr)
+
 
 class DirectReaderTest(DirectoryTest):
     """Chunks of a store into what stands for device memory."""
@@ -270,16 +285,12 @@ class DirectReaderTest(DirectoryTest):
         return next(path for path in self.files() if path.parent.name == self.keys[place].name)
 
     def test_all(self) -> None:
-        """What was stored is there."""
-        self.assertEqual((5, False), self.reader.read(self.keys, self.memory))
-        self.assertEqual(self.buffer.bytes.tobytes(), self.memory.cpu().numpy().tobytes())
-
-    def test_more_than_fit(self) -> None:
-        """No more chunks are read than there is room for, whole ones."""
-        chunk = len(self.memory) // 5
-        before = self.memory.clone()
+        """What was stored is there, as many whole chunks as there is room for."""
+        before, chunk = self.memory.clone(), len(self.memory) // 5
         self.assertEqual((2, False), self.reader.read(self.keys, self.memory[: 3 * chunk - 1]))
         self.assertTrue(torch.equal(before[2 * chunk :], self.memory[2 * chunk :]))
+        self.assertEqual((5, False), self.reader.read(self.keys, self.memory))
+        self.assertEqual(self.buffer.bytes.tobytes(), self.memory.cpu().numpy().tobytes())
 
     def test_damage(self) -> None:
         """Whatever is wrong with a file, the chunks before it are handed out and it is not."""
