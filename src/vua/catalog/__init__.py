@@ -40,7 +40,7 @@ def open_catalog(where: str, *, create: bool = False) -> Catalog:
     if opener := openers.get(scheme_of(where)):
         return opener(where, create=create)
     if is_url(where):
-        from vua.catalog.bucket import BucketCatalog  # noqa: PLC0415 - what is not used ...
+        from vua.catalog.stored import BucketCatalog  # noqa: PLC0415 - what is not used ...
 
         return BucketCatalog(where)
     from vua.catalog.directory import DirectoryCatalog  # noqa: PLC0415 - ... is not imported

@@ -2,8 +2,8 @@
 
 Every command of `vua` uses a :class:`Catalog` and does not know where the cache is. What a kind of
 place does by itself is abstract here, and all else is written once: for directories
-(:mod:`vua.catalog.directory`), buckets (:mod:`vua.catalog.bucket`), and any storage that can list
-its entries (:mod:`vua.catalog.stored`). A new kind is registered by :func:`vua.catalog.register`.
+(:mod:`vua.catalog.directory`), buckets, and any storage that can list its entries
+(:mod:`vua.catalog.stored`). A new kind is registered by :func:`vua.catalog.register`.
 
 Engines may write and delete meanwhile: a file that vanishes is skipped.
 """

@@ -22,8 +22,8 @@ from commands import COMMANDS, TOKENS, filled_in, run, served, verbs
 from helpers import DirectoryTest, caches_of, flip, until
 from tools import fill
 from vua.catalog import open_catalog
-from vua.catalog.bucket import BucketCatalog
 from vua.catalog.directory import DirectoryCatalog
+from vua.catalog.stored import BucketCatalog
 from vua.cli import main
 from vua.cli.events import changes, content
 from vua.cli.ui import Files, overview
