@@ -63,23 +63,11 @@ _CLOSE_S: Final = 1.0
 class EventSocket:
     """A publisher of events; closed at the end of its block. Not thread-safe."""
 
-    def __init__(
-        self,
-        endpoint: str,
-        *,
-        connect: bool = False,
-        topic: str = "",
-        linger_s: float = _LINGER_S,
-    ) -> None:
-        """Bind the endpoint.
+    def __init__(self, endpoint: str, *, connect: bool = False, topic: str = "") -> None:
+        """Bind the endpoint; or connect to it, which the subscriber has bound.
 
-        Args:
-            endpoint: where subscribers connect.
-            connect: connect to the endpoint, which the subscriber has bound.
-            topic: of all messages.
-            linger_s: how long subscribers have at the end to receive what was sent.
-
-        Raises ConfigError if the endpoint is unusable or a package is missing.
+        ``topic`` is that of all messages. Raises ConfigError if the endpoint is unusable or a
+        package is missing.
         """
         try:
             self._zmq: Any = import_module("zmq")
@@ -88,7 +76,7 @@ class EventSocket:
             msg = f"--zmq needs pyzmq and msgspec: pip install pyzmq msgspec ({problem})"
             raise ConfigError(msg) from problem
         self._topic, self._numbers = topic.encode(), itertools.count()
-        self._linger_s, self._subscribed, self._told_s = linger_s, False, -math.inf
+        self._subscribed, self._told_s = False, -math.inf
         self.newcomers = False
         """Whether a subscriber has not been sent everything yet."""
         zmq, self._context = self._zmq, self._zmq.Context()
@@ -115,7 +103,7 @@ class EventSocket:
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         """Close once subscribers have received everything; at once after an error."""
-        self._close(self._linger_s if kind is None else 0.0)
+        self._close(_LINGER_S if kind is None else 0.0)
 
     def _close(self, linger_s: float) -> None:
         self._out.close(linger=int(linger_s * 1000))
@@ -173,8 +161,6 @@ class EventSocket:
 
 _INTERVAL_S: Final = 5.0
 _BATCH: Final = 1024
-
-
 _CLEARED: Final = {"type": "AllBlocksCleared"}
 
 

@@ -153,11 +153,6 @@ def _show_verified(
         print(f"a random {part:.1%} of the chunks were read")
 
 
-def _model(result: Verification) -> str | None:
-    identity = result.namespace.identity
-    return None if identity is None else identity.name or identity.model
-
-
 def _describe(result: Verification) -> dict[str, object]:
     others = {
         kind: [{"path": one.path, "nbytes": one.nbytes} for one in result.others.get(kind, [])]
@@ -165,7 +160,7 @@ def _describe(result: Verification) -> dict[str, object]:
     }
     return {
         "namespace": result.namespace.name,
-        "model": _model(result),
+        "model": result.namespace.model or None,
         "description": result.state,
         **{outcome: result.counts[outcome] for outcome in OUTCOMES},
         "nbytes": result.nbytes,
@@ -184,7 +179,7 @@ def _describe(result: Verification) -> dict[str, object]:
 def _row(result: Verification) -> list[object]:
     return [
         result.namespace.name[:SHORT],
-        _model(result) or f"({result.state} description)",
+        result.namespace.model or f"({result.state} description)",
         *(result.counts[outcome] for outcome in OUTCOMES),
         size(result.nbytes),
     ]
@@ -279,8 +274,8 @@ def inspect(files: Sequence[str]) -> Report:
 def _in_words(
     report: Mapping[str, Any], namespace: Description | None
 ) -> Iterator[tuple[str, str]]:
-    if namespace is not None and (named := namespace.identity) is not None:
-        yield "model", named.name or named.model
+    if namespace is not None and namespace.model:
+        yield "model", namespace.model
     for name, value in report.items():
         if name.endswith("nbytes"):
             text = size(value)

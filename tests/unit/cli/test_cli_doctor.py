@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import os
 import shutil
-import subprocess
 import time
 import unittest
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -137,15 +135,13 @@ class TestDoctor(DirectoryTest):
         self.sound("owner")
 
     def test_write(self) -> None:
-        """A directory that this user may not write to, a full disk, a probe that stays."""
+        """A directory that may not be written to, a full disk, a probe that stays."""
         self.root.chmod(0o755)
         with read_only(self.root):
             self.bad("write", "check the directory's owner and mode, or use it for reading")
-        with as_nobody(self.root):  # the owner and mode as they should be
-            self.sound("write")
-        full = mock.patch("os.mkdir", side_effect=OSError(errno.ENOSPC, "No space left on device"))
-        with full:
-            self.bad("write", "free some")
+        for number, advice in ((errno.ENOSPC, "free some"), (errno.EROFS, "how it is mounted")):
+            with mock.patch("os.mkdir", side_effect=OSError(number, os.strerror(number))):
+                self.bad("write", advice)
         self.sound("write")
         with mock.patch("shutil.rmtree"):
             level, text = self.levels()[1]["removal"]
@@ -155,21 +151,6 @@ class TestDoctor(DirectoryTest):
         self.sound("removal")
         self.assertEqual([], list(self.root.iterdir()))
         self.assertEqual(2, run("doctor", self.root / "none")[0])
-
-    def test_read_only_mount(self) -> None:
-        """Owner and mode do not matter there: it is to be mounted for writing."""
-        mount, where = ["mount", "-t", "tmpfs", "none", "-o"], str(self.root)
-        if (
-            os.geteuid()
-            or subprocess.run([*mount, "ro", where], capture_output=True, check=False).returncode
-        ):
-            self.skipTest("this process may not mount anything")
-        try:
-            self.bad("write", "(Read-only file system); check how it is mounted")
-            subprocess.run([*mount, "remount,rw", where], check=True)
-            self.sound("write")
-        finally:
-            subprocess.run(["umount", where], check=True)
 
     def test_umask(self) -> None:
         """An unusual umask changes nothing, as VUA mends the modes itself."""
@@ -226,21 +207,6 @@ class TestDoctor(DirectoryTest):
         self.assertEqual((1, "bad"), (code, found["publish"][0]))
         self.assertIn("broken", found["publish"][1])
         self.assertEqual([], list(self.root.iterdir()))
-
-
-@contextlib.contextmanager
-def as_nobody(root: Path) -> Iterator[None]:
-    """Be another user than root, who owns a directory."""
-    if os.geteuid():
-        yield
-        return
-    os.chown(root, 65534, -1)
-    os.seteuid(65534)
-    try:
-        yield
-    finally:
-        os.seteuid(0)
-        os.chown(root, 0, -1)
 
 
 class TestProbes(DirectoryTest):

@@ -337,7 +337,8 @@ class TestSocket(SocketTest):
         """One that does not read is waited for once, and misses batches; others get them all."""
         big = {"type": "BlockStored", "block_hashes": [bytes(100_000)]}
         self.enterContext(mock.patch("vua.cli.events._PATIENCE_MS", 1000))
-        out = EventSocket(self.out, linger_s=0)
+        self.enterContext(mock.patch("vua.cli.events._LINGER_S", 0.0))
+        out = EventSocket(self.out)
         slow = self.context.socket(self.zmq.SUB)
         slow.set_hwm(1)
         slow.connect(self.out)
@@ -366,7 +367,8 @@ class TestSocket(SocketTest):
         subscriber.subscribe(b"")
         with (
             mock.patch.object(self.zmq.Context, "term", lambda one: done.wait() and term(one)),
-            EventSocket(self.out, linger_s=0) as out,
+            mock.patch("vua.cli.events._LINGER_S", 0.0),
+            EventSocket(self.out) as out,
         ):
             out.publish([])
         self.assertFalse(done.is_set())

@@ -189,13 +189,10 @@ class TestHostile(TransferTest):
             self.assertEqual((self.here / name).read_bytes(), (self.there / name).read_bytes())
         return code, len(found)
 
-    def test_control(self) -> None:
-        """The archive as it is, also when it is put together anew, is taken in whole."""
-        self.rewrite(self.sound)
-        self.assertEqual((0, 4), self.taken())
-
     def test_every_member_changed(self) -> None:
         """A bit changed anywhere in a file: neither it nor what follows it is written."""
+        self.rewrite(self.sound)  # as it is, it is taken in whole
+        self.assertEqual((0, 4), self.taken())
         files = [at for at, (name, _) in enumerate(self.sound) if name.endswith("safetensors")]
         for place, at in enumerate(files):
             for byte in (20, 700, 4090, 4100, -1):
