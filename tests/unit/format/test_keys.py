@@ -85,6 +85,7 @@ class TestTokenIds(unittest.TestCase):
             (torch.tensor([-5], dtype=torch.int16), "found -5"),
             ([2**32], "found 4294967296"),
             (torch.tensor([2**40]), "found 1099511627776"),
+            *((np.where(np.arange(100) == 50, bad, 7), f"found {bad}") for bad in (-1, 1 << 32)),
             ([2**70], "integers"),
             ([1.0], "float64"),
             (torch.tensor([1.0]), "float32"),
@@ -120,13 +121,6 @@ class TestKeyChain(unittest.TestCase):
             self.assertEqual(
                 sglang_page_hashes(tokens, page), [key.name for key in chain.first(len(chain))]
             )
-
-    def test_known_name(self) -> None:
-        """A name is what it always was."""
-        self.assertEqual(
-            "7ccadd0a1ec7689a301f4ff6108e64d887a995defea6c33a7dcb531133172573",
-            KeyChain(token_ids([3, 1, 4, 1]), 4)[0].name,
-        )
 
     def test_before(self) -> None:
         """A key knows the chunk before it, also where extras hide that in its parent."""
@@ -202,11 +196,6 @@ class TestKeyRun(unittest.TestCase):
                     run[stop - first]
             with self.assertRaisesRegex(ValueError, "step"):
                 chain.run(0, 4)[::2]
-
-    def test_small(self) -> None:
-        """A long prompt's keys take little more than their digests."""
-        chain = KeyChain(token_ids(np.arange(131072, dtype=np.int64)), 64)
-        self.assertLess(len(pickle.dumps(chain.run(0, 2048))), 2048 * 32 + 300)
 
     def test_longer(self) -> None:
         """A chain that goes on has the same keys as one of the whole, and the first stays."""

@@ -46,40 +46,6 @@ LAYOUT_BLOCKS = EntryCodec(NAMESPACE, LAYOUT, LAYOUT.full).blocks
 CHUNKS = 40  # 38 MiB: enough for a second thread
 
 
-@unittest.skipUnless(has_native(), NOT_BUILT)
-class TestIds(unittest.TestCase):
-    """Token ids as they are hashed."""
-
-    def test_widths(self) -> None:
-        """What fits comes out as numpy has it; what does not is left to the caller."""
-        draw = np.random.default_rng(3)
-        for kind in ("<i4", "<u4", "<i8", "<u8", ">i4", "<i2", "<f4"):
-            for count in (0, 1, 1000):
-                ids = draw.integers(0, 1 << 15, count).astype(kind)
-                with self.subTest(kind=kind, count=count):
-                    found = native.narrow(ids)
-                    if kind in ("<i4", "<u4", "<i8", "<u8"):
-                        self.assertEqual(ids.astype("<u4").tobytes(), found)
-                        self.assertEqual(ids[::3].astype("<u4").tobytes(), native.narrow(ids[::3]))
-                    else:
-                        self.assertIsNone(found)
-        for kind, limits in (
-            ("<i4", (-1, -(1 << 31))),
-            ("<i8", (-1, 1 << 32)),
-            ("<u8", (1 << 32,)),
-        ):
-            for wrong in limits:
-                ids = np.arange(100).astype(kind)
-                ids[50] = wrong
-                with self.subTest(kind=kind, wrong=wrong):
-                    self.assertIsNone(native.narrow(ids))
-        most = np.array([(1 << 32) - 1, 1 << 31], dtype=np.uint32)
-        self.assertEqual(most.tobytes(), native.narrow(most))
-        self.assertEqual(most.tobytes(), native.narrow(most.astype(np.int64)))
-        with native_code("off"):
-            self.assertIsNone(native.narrow(most))
-
-
 class TestCrew(unittest.TestCase):
     """How many threads calls have."""
 

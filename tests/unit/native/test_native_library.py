@@ -146,13 +146,7 @@ class TestLibrary(DirectoryTest):
                 self.assertIsNone(found.library)
                 self.assertEqual(refused, found.refused)
                 self.assertIn("VUA_NATIVE", found.text)
-
-    def test_unknown_mode(self) -> None:
-        """A word that means nothing is refused with those that do."""
-        with (
-            native_code("yes"),
-            self.assertRaisesRegex(ConfigError, "auto, off or require"),
-        ):
+        with native_code("yes"), self.assertRaisesRegex(ConfigError, "auto, off or require"):
             native.library()
 
 
