@@ -41,10 +41,12 @@ _MAX_CELLS: Final = 1 << 20
 """Layers times KV heads, far beyond any model: a description's claims must not fill memory."""
 
 _MAX_COUNT: Final = 99_999
-
-_MAX_CHUNK_TOKENS: Final = 1 << 16
 _MAX_DIM: Final = 1 << 24
-"""Elements of one head's row, far beyond any model."""
+_LIMITS: Final = (
+    *(("layers", 1, _MAX_COUNT), ("kv_heads", 1, _MAX_COUNT), ("chunk_tokens", 1, 1 << 16)),
+    *(("k_dim", 1, _MAX_DIM), ("v_dim", 0, _MAX_DIM)),
+)
+"""Of a layout's fields; elements of one head's row are far beyond any model."""
 
 _SHARD_NAME = re.compile(r"(?:(w\d{1,9})\.)?l(\d{1,5})-(\d{1,5})\.h(\d{1,5})-(\d{1,5})")
 _GROUP = re.compile(r"(?:w[1-9]\d{0,8})?")
@@ -78,23 +80,15 @@ class KVLayout:
     tokens."""
 
     def __post_init__(self) -> None:
-        for name in ("layers", "kv_heads", "k_dim", "chunk_tokens"):
-            if getattr(self, name) < 1:
-                raise LayoutError(f"{name} must be at least 1, found {getattr(self, name)}")
-        if max(self.layers, self.kv_heads) > _MAX_COUNT:
-            msg = f"{self.layers} layers, {self.kv_heads} KV heads: expected at most {_MAX_COUNT}"
-            raise LayoutError(msg)
+        for name, low, most in _LIMITS:
+            if not low <= (found := getattr(self, name)) <= most:
+                msg = f"{name} must be at least {low} and at most {most}, found {found}"
+                raise LayoutError(msg)
         if self.layers * self.kv_heads > _MAX_CELLS:
             msg = f"{self.layers} layers x {self.kv_heads} KV heads: expected at most {_MAX_CELLS}"
             raise LayoutError(msg)
-        if max(self.k_dim, self.v_dim) > _MAX_DIM or self.chunk_tokens > _MAX_CHUNK_TOKENS:
-            raise LayoutError(
-                f"k_dim {self.k_dim}, v_dim {self.v_dim}, {self.chunk_tokens} tokens per chunk: "
-                f"expected at most {_MAX_DIM} and {_MAX_CHUNK_TOKENS}"
-            )
-        if self.v_dim < 0 or self.dtype not in ITEMSIZE:
-            msg = f"v_dim {self.v_dim}, dtype {self.dtype}: expected >= 0 and one of {[*ITEMSIZE]}"
-            raise LayoutError(msg)
+        if self.dtype not in ITEMSIZE:
+            raise LayoutError(f"dtype {self.dtype}: expected one of {[*ITEMSIZE]}")
         if not is_group(self.group):
             raise LayoutError(f"group {self.group!r:.40}: expected nothing, or w and a number")
 

@@ -246,30 +246,8 @@ def write_entries(
 
     Durable files are written by several threads: file systems sync for all waiters at once.
     """
-    if options.durable:
-        return _write_durably(transfer, dir_fd, paths, place, headers, options)
-    statuses = [FAILED] * len(paths)
-    for file, path in enumerate(paths):
-        try:
-            statuses[file] = _write_entry(
-                transfer, dir_fd, path, place + file, headers[file], options
-            )
-        except OSError as problem:
-            statuses[file] = -(problem.errno or errno.EIO)
-            break
-    return statuses
 
-
-def _write_durably(
-    transfer: Transfer,
-    dir_fd: int,
-    paths: Sequence[str],
-    place: int,
-    headers: npt.NDArray[np.uint8],
-    options: WriteOptions,
-) -> list[int]:
-    def write(job: Job[int]) -> int:
-        file = job.what
+    def write(file: int) -> int:
         try:
             return _write_entry(transfer, dir_fd, paths[file], place + file, headers[file], options)
         except OSError as problem:
@@ -280,7 +258,14 @@ def _write_durably(
             os.fsync(fd)
         return 0
 
-    statuses = _syncing.map(write, range(len(paths)))
+    if not options.durable:
+        statuses = [FAILED] * len(paths)
+        for file in range(len(paths)):
+            statuses[file] = write(file)
+            if statuses[file] < 0:
+                break
+        return statuses
+    statuses = _syncing.map(lambda job: write(job.what), range(len(paths)))
     written = [path for path, status in zip(paths, statuses, strict=True) if status == WRITTEN]
     folders = {folder for path in written for folder in (path, path.partition("/")[0], ".")}
     try:
