@@ -27,15 +27,18 @@ import xxhash
 import make_golden
 from forgery import checksums_of
 from helpers import ROOT
+from vua.errors import ConfigError, CorruptEntryError
 from vua.format.entry import PLAIN, EntryCodec
 from vua.format.identity import Identity
 from vua.format.keys import ChunkKey, KeyChain, Naming, token_ids
 from vua.format.layout import KVLayout, Shard, payload_map
-from vua.format.parse import encode_header
+from vua.format.parse import encode_header, parse_entry
 from vua.security.keyring import Keyring
 from vua.security.seal import Seal
 from vua.security.settings import Security
+from vua.storage.description import parse_description
 from vua.storage.local import LocalStorage
+from vua.store.entry_reader import verified
 from vua.store.store import Store
 
 KEY = make_golden.KEY
@@ -329,3 +332,22 @@ def run_command(name: str, **arguments: Any) -> list[str]:
         path = Path(folder, "arguments.json")
         path.write_text(json.dumps(arguments))
         return node("judge.js", name, path).splitlines()
+
+
+def kind_of(data: bytes) -> str:
+    """What VUA says of a file of which it knows nothing: "sound" or "damaged"."""
+    try:
+        info = parse_entry(data)
+        verified(data, info.namespace, f"{info.prefix_hash}/{info.shard.name}")
+    except CorruptEntryError:
+        return "damaged"
+    return "sound"
+
+
+def description_kind(data: bytes, directory: str) -> str:
+    """What VUA says of a namespace.json in a directory of this name."""
+    try:
+        identity, _ = parse_description(data)
+    except ConfigError:
+        return "damaged"
+    return "right" if identity.namespace == directory else "foreign"

@@ -224,11 +224,6 @@ class KeyRun(Sequence[ChunkKey]):
         digests, _ = self._upto(self._length)
         return [digests[at : at + _HASH_NBYTES] for at in range(0, nbytes, _HASH_NBYTES)]
 
-    @property
-    def first_chunk(self) -> int:
-        """Index of the first chunk in its prompt."""
-        return self._first
-
     def key(self, index: int) -> ChunkKey:
         """Return the key at ``index``, 0 <= index < len."""
         digests, parents = self._known

@@ -52,15 +52,6 @@ _SHARD_NAME = re.compile(r"(?:(w\d{1,9})\.)?l(\d{1,5})-(\d{1,5})\.h(\d{1,5})-(\d
 _GROUP = re.compile(r"(?:w[1-9]\d{0,8})?")
 
 
-def is_group(name: str) -> bool:
-    """Whether ``name`` can name a group of layers; ``""`` is the default group.
-
-    >>> is_group("w1024"), is_group(""), is_group("x5")
-    (True, True, False)
-    """
-    return _GROUP.fullmatch(name) is not None
-
-
 @dataclass(frozen=True, slots=True)
 class KVLayout:
     """The shape of one model's KV cache, the same for every engine and every parallel size."""
@@ -89,7 +80,7 @@ class KVLayout:
             raise LayoutError(msg)
         if self.dtype not in ITEMSIZE:
             raise LayoutError(f"dtype {self.dtype}: expected one of {[*ITEMSIZE]}")
-        if not is_group(self.group):
+        if _GROUP.fullmatch(self.group) is None:
             raise LayoutError(f"group {self.group!r:.40}: expected nothing, or w and a number")
 
     @property

@@ -22,8 +22,10 @@ import make_golden
 from conformity import (
     Entry,
     Judge,
+    description_kind,
     digest,
     golden_entries,
+    kind_of,
     mutated,
     needs_node,
     node,
@@ -33,27 +35,14 @@ from conformity import (
 from helpers import SOON_S, DirectoryTest
 from vua import cli
 from vua.core import VUA, VUAConfig
-from vua.errors import ConfigError, CorruptEntryError
 from vua.format.identity import config_digest
 from vua.format.parse import parse_entry
 from vua.security.settings import Security
-from vua.storage.description import parse_description
-from vua.store.entry_reader import verified
 
 SEED = 43
 TOKENS = [3, 1, 4, 1, 5, 9, 2, 6]
 LAYOUT = {"layers": 3, "kv_heads": 2, "k_dim": 8, "v_dim": 8, "dtype": "F32", "chunk_tokens": 4}
 PROMPT = {"layout": LAYOUT, "tokens": TOKENS, "model": "mine"}
-
-
-def kind_of(data: bytes) -> str:
-    """What VUA says of a file of which it knows nothing: "sound" or "damaged"."""
-    try:
-        info = parse_entry(data)
-        verified(data, info.namespace, f"{info.prefix_hash}/{info.shard.name}")
-    except CorruptEntryError:
-        return "damaged"
-    return "sound"
 
 
 def differing(names: Sequence[str], ours: Sequence[str], theirs: Sequence[str]) -> list[str]:
@@ -62,15 +51,6 @@ def differing(names: Sequence[str], ours: Sequence[str], theirs: Sequence[str]) 
     return [f"{name}: VUA {one}, JavaScript {other}" for name, one, other in rows if one != other][
         :5
     ]
-
-
-def description_kind(data: bytes, directory: str) -> str:
-    """What VUA says of a namespace.json in a directory of this name."""
-    try:
-        identity, _ = parse_description(data)
-    except ConfigError:
-        return "damaged"
-    return "right" if identity.namespace == directory else "foreign"
 
 
 @needs_node

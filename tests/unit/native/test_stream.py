@@ -14,13 +14,15 @@ import numpy.typing as npt
 import pytest
 import xxhash
 
+from forgery import checksums_of
 from helpers import DirectoryTest, descriptors, has_native
 from vua.format.entry import EntryCodec, entry_plan
 from vua.format.keys import ChunkKey
 from vua.format.layout import KVLayout, payload_map
+from vua.format.parse import encode_header
 from vua.io.files import Directory
 from vua.io.posix import page_aligned
-from vua.native import EntryStream, Headers, Transfer, digests_of, fill_check
+from vua.native import EntryStream, Headers, Transfer, fill_check
 
 LAYOUT = KVLayout(layers=16, kv_heads=2, k_dim=64, v_dim=64, dtype="BF16", chunk_tokens=64)
 CODEC = EntryCodec("ab" * 32, LAYOUT, LAYOUT.full)
@@ -33,14 +35,8 @@ KEYS = [
 
 
 def header_of(codec: EntryCodec, key: ChunkKey, payload: bytes) -> npt.NDArray[np.uint8]:
-    """Return the header of an entry, with checksums and self-check."""
-    header = np.frombuffer(bytearray(codec.blank_header(key, writer="me")), dtype=np.uint8)
-    edges = np.cumsum([0, *codec.block_nbytes()]).tolist()
-    blocks = ([memoryview(payload)[a:b]] for a, b in pairwise(edges))
-    table = np.array(digests_of(blocks), dtype="<u8").tobytes()
-    header[codec.table_offset :] = np.frombuffer(table, dtype=np.uint8)
-    fill_check(header, codec.check_offset)
-    return header
+    header = encode_header(codec, key, checksums_of(codec, payload), writer="me")
+    return np.frombuffer(bytearray(header), dtype=np.uint8)
 
 
 @unittest.skipUnless(has_native(), "native code is not built: python3 dev.py build")
