@@ -24,23 +24,23 @@ import argparse
 import json
 import os
 import platform
-import signal
 import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import datetime, timezone
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
-from subprocess import Popen
 from typing import Any
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "tests"))
 
 from e2e.damage import stored
-from e2e.serving import free_port, kill, scraped, tail, wait_until_healthy
+from e2e.serving import free_port, healthy, scraped
 from engines import expect
+from forks import Program
 from real_model import NAME, real_model
 from small_models import ENGINE_ENVIRONMENT
 
@@ -94,24 +94,11 @@ def serving(model: Path, given: argparse.Namespace, root: Path | None) -> Iterat
     environment = os.environ | ENVIRONMENT
     environment.pop("VUA_PATH", None)
     environment |= {"VUA_PATH": str(root)} if root else {}
-    with tempfile.NamedTemporaryFile() as log:
-        process = Popen(
-            command,
-            env=environment,
-            stdin=subprocess.DEVNULL,
-            stdout=log,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )
-        try:
-            address = f"http://127.0.0.1:{port}"
-            if not wait_until_healthy(process, address):
-                sys.exit(f"the server has not started:\n{tail(log)}")
-            yield address
-            process.send_signal(signal.SIGINT)  # VUA writes what it still has
-            process.wait(END_S)
-        finally:
-            kill(process)
+    address = f"http://127.0.0.1:{port}"
+    with Program(command, environment) as server:
+        server.until(partial(healthy, address))
+        yield address
+        server.end(END_S)  # VUA writes what it still has
 
 
 def replayed(place: Path, address: str, model: Path, given: argparse.Namespace) -> dict[str, Any]:

@@ -13,7 +13,7 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
@@ -86,25 +86,69 @@ def wait_for(child: int, timeout_s: float) -> str:
     return f"still busy after {timeout_s} s"
 
 
-class Forker:
+class Program:
+    """A program that runs until it is closed, with all that it has started. A context manager."""
+
+    def __init__(self, command: Sequence[str], environment: Mapping[str, str], **more: Any) -> None:
+        """Start it, without input; what it prints goes into a temporary file."""
+        self._log: Any = tempfile.TemporaryFile()  # noqa: SIM115 - lives as long as the program
+        self._process: Any = subprocess.Popen(
+            command,
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=self._log,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+            **more,
+        )
+
+    def until(self, answers: Callable[[], bool]) -> None:
+        """Wait until it answers; if it ends instead, it is closed. Raises AssertionError."""
+        until_s = time.monotonic() + START_S
+        while not answers():
+            if self._process.poll() is not None or time.monotonic() > until_s:
+                raise AssertionError(f"it does not answer; its log ends with:\n{self.close()}")
+            time.sleep(0.1)
+
+    @property
+    def log(self) -> str:
+        if self._log.closed:
+            return ""
+        self._log.seek(0)
+        return self._log.read().decode(errors="replace")
+
+    def end(self, timeout_s: float = 60.0) -> None:
+        """Interrupt it, and wait until it has ended."""
+        self._process.send_signal(signal.SIGINT)
+        self._process.wait(timeout_s)
+
+    def close(self) -> str:
+        """Kill what is left of it; return the end of what it printed."""
+        with suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait()
+        said = self.log[-6000:]
+        self._log.close()
+        return said
+
+    def __enter__(self) -> Any:
+        return self
+
+    def __exit__(self, *problem: object) -> None:
+        self.close()
+
+
+class Forker(Program):
     """A process that calls functions in forks of itself, each a fresh one with all imported."""
 
     def __init__(
-        self, module: str, environment: dict[str, str], python: str = sys.executable
+        self, module: str, environment: Mapping[str, str], python: str = sys.executable
     ) -> None:
         """Start it, and wait until ``begin`` of a module has been called there."""
-        self._log = tempfile.TemporaryFile()  # noqa: SIM115 - lives as long as the process
         self._pipe, theirs = Pipe()
-        self._process = subprocess.Popen(
-            [python, "-c", f"import forks; forks.serve({module!r}, {theirs.fileno()})"],
-            pass_fds=(theirs.fileno(),),
-            env=environment,
-            cwd=Path(__file__).parent,
-            stdin=subprocess.DEVNULL,
-            stdout=self._log,
-            stderr=self._log,
-            start_new_session=True,
-        )
+        fd = theirs.fileno()
+        command = [python, "-c", f"import forks; forks.serve({module!r}, {fd})"]
+        super().__init__(command, environment, pass_fds=(fd,), cwd=Path(__file__).parent)
         theirs.close()
         self._answer(START_S)
 
@@ -125,21 +169,7 @@ class Forker:
             if self._pipe.poll(timeout_s):
                 found: Ended = self._pipe.recv()
                 return found
-        said = self.close()
-        raise AssertionError(f"the process that forks gave no answer:\n{said}")
-
-    def close(self) -> str:
-        """End it; return the end of what it printed."""
-        with suppress(ProcessLookupError):
-            os.killpg(self._process.pid, signal.SIGKILL)
-        self._process.wait()
-        self._pipe.close()
-        if self._log.closed:
-            return ""
-        self._log.seek(0)
-        said = self._log.read().decode(errors="replace")[-6000:]
-        self._log.close()
-        return said
+        raise AssertionError(f"the process that forks gave no answer:\n{self.close()}")
 
 
 def serve(module: str, fd: int) -> None:

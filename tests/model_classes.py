@@ -64,10 +64,10 @@ def _named(tests: dict[str, str]) -> dict[str, str]:
 
 REUSE = "tests/e2e/test_reuse.py::ReuseTest::"
 PARALLEL = "tests/e2e/test_reuse.py::TensorParallelTest::"
-IDENTITY = "tests/e2e/test_identity.py::PictureTest::"
 ENCODERS = "tests/e2e/test_identity.py::EncodersTest::"
 CLASSES = "tests/e2e/test_classes.py::TestClasses::test_"
-TIER = "tests/e2e/test_tier.py::TierTest::test_"
+TIER = "tests/e2e/test_doors.py::TierTest::test_"
+CONNECTOR = "tests/e2e/test_doors.py::ConnectorTest::test_"
 LENT = "CPU, tier"
 ARCHITECTURES, ALONE = "tests/e2e/test_architectures.py::", "CPU, alone"
 PAGES_OF = "tests/unit/vllm/test_refusals.py::"
@@ -104,16 +104,12 @@ ROWS = (
     _class("guesses by n-grams", "any model", "n-grams"),
     Row(
         *("images", "LLaVA", "vllm", CANONICAL, "CPU"),
-        {
-            "restart, other images": f"{IDENTITY}test_pictures",
-            "names": f"{IDENTITY}test_named_pictures",
-        },
+        {"restart, other images, names": f"{CONNECTOR}pictures"},
     ),
     Row(
         *("images, encoded apart", "LLaVA, --ec-transfer-config", "vllm", CANONICAL, "CPU"),
         {
             "restart, other images, own encoder": f"{ENCODERS}test_restart",
-            "noise": f"{ENCODERS}test_negative_control",
             "refused without leave": f"{ENCODERS}test_not_allowed",
         },
     ),
@@ -155,7 +151,7 @@ ROWS = (
         sleep="sleep",
         preempted="preempted_requests",
         TP_2="two_workers",
-        salts="rows_apart",
+        salts="salts",
         two_engines="two_engines_at_once",
     ),
     _tier(

@@ -35,7 +35,6 @@ SIZES: dict[str, Any] = {
 """Of the small models that are made from a configuration of transformers."""
 
 _WHOLE = "model.safetensors"
-_EMBEDDING = "embed_tokens.weight"
 _ADAPTED = ("q_proj.weight", "v_proj.weight")
 Change = Callable[[str, Tensor, torch.Generator], Tensor]
 """What becomes of a weight, by its name."""
@@ -80,36 +79,23 @@ def edit(file: Path, **changes: Any) -> None:
     file.write_text(json.dumps(said))
 
 
-def rewritten(
-    model: Path, target: Path, *, shards: int = 1, rows: int = 0, **metadata: str
-) -> Path:
-    """A copy of a checkpoint in so many files, with so many changed rows of its embedding."""
-    weights = _weights(copied(model, target))
-    if rows:
-        name = next(name for name in weights if name.endswith(_EMBEDDING))
-        noise = torch.Generator().manual_seed(rows)
-        new = torch.randn(rows, weights[name].shape[1], generator=noise)
-        weights[name][100 : 100 + rows] = new.to(weights[name].dtype)
-    names = sorted(weights)
-    where = {}
-    for shard in range(shards):
-        part = {tensor: weights[tensor] for tensor in names[shard::shards]}
-        file = f"model-{shard + 1:05}-of-{shards:05}.safetensors" if shards > 1 else _WHOLE
-        save_file(part, target / file, metadata={"format": "pt", **metadata})
-        where |= dict.fromkeys(part, file)
-    if shards > 1:
-        index = {"metadata": {"total_size": 0}, "weight_map": where}
-        (target / f"{_WHOLE}.index.json").write_text(json.dumps(index))
+def remade(model: Path, target: Path, change: Callable[[str, Tensor], Tensor]) -> Path:
+    """A copy of a checkpoint in one file whose tensors are changed, by their names in order."""
+    weights = sorted(_weights(copied(model, target)).items())
+    changed = {name: change(name, weight).contiguous() for name, weight in weights}
+    save_file(changed, target / _WHOLE, metadata={"format": "pt"})
     return target
 
 
 def scaled(model: Path, target: Path, part: str) -> Path:
     """A copy of a checkpoint in which one element of a tensor is far from what it was."""
-    weights = _weights(copied(model, target))
-    name = next(name for name in sorted(weights) if part in name)
-    weights[name].view(-1)[7] += 10
-    save_file(weights, target / _WHOLE, metadata={"format": "pt"})
-    return target
+
+    def change(name: str, weight: Tensor) -> Tensor:
+        if part in name:
+            weight.view(-1)[7] += 10
+        return weight
+
+    return remade(model, target, change)
 
 
 def extended(model: Path, target: Path, more: dict[str, torch.Tensor]) -> Path:
@@ -137,11 +123,12 @@ def make_variant(source: Path, target: Path, kind: str) -> Path:
         target: is replaced.
         kind: one of :data:`WEIGHTS`.
     """
-    noise, changed = torch.Generator().manual_seed(7), {}
-    for name, weight in sorted(_weights(copied(source, target)).items()):
-        new = WEIGHTS[kind](name, weight, noise).to(weight.dtype).contiguous()
-        changed[_other_layer(name) if kind == "layers swapped" else name] = new
-    save_file(changed, target / _WHOLE, metadata={"format": "pt"})
+    noise = torch.Generator().manual_seed(7)
+    remade(source, target, lambda name, old: WEIGHTS[kind](name, old, noise).to(old.dtype))
+    if kind == "layers swapped":
+        weights = _weights(target)
+        swapped = {_other_layer(name): weight for name, weight in weights.items()}
+        save_file(swapped, target / _WHOLE, metadata={"format": "pt"})
     return target
 
 

@@ -16,7 +16,7 @@ import time
 import traceback
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,7 @@ from unittest import mock
 
 import forks
 from e2e.checkpoints import picture, stand_in_for_torchvision
-from e2e.trouble import adapter, snapshots, trouble, weight_transfer
+from e2e.trouble import adapter, snapshots, weight_transfer
 from small_models import ENGINE_ENVIRONMENT
 from vua.capacity import reclaim
 from vua.connector import opening
@@ -143,9 +143,10 @@ def with_engine(phase: dict[str, Any]) -> dict[str, Any]:
     if "weight_transfer_config" in settings:
         settings["weight_transfer_config"] = weight_transfer(settings["weight_transfer_config"])
     counts: dict[str, int] = {}
-    troubled = trouble(phase["trouble"])
     blocks: list[dict[str, list[str]]] | None = [] if phase["snapshots"] else None
-    with troubled, forked_workers(), counted(counts), snapshots(blocks):
+    with ExitStack() as stack, forked_workers(), counted(counts), snapshots(blocks):
+        for begin_trouble in phase["trouble"]:
+            stack.enter_context(begin_trouble())
         try:
             llm = LLM(**settings)
         except Exception as problem:  # noqa: BLE001 - the test decides what it should have been

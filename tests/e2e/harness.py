@@ -9,7 +9,7 @@ import shutil
 import tempfile
 import unittest
 from collections.abc import Callable, Sequence
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, field
 from functools import cache, partial
 from importlib.metadata import PackageNotFoundError, version
@@ -23,7 +23,6 @@ import vua
 from e2e import checkpoints, engine
 from e2e.damage import CHUNK
 from e2e.engine import ENVIRONMENT
-from e2e.trouble import change_memory
 from forks import Ended, Forker
 from small_models import make_model
 from vua.vllm import CONNECTOR
@@ -144,14 +143,15 @@ class Call:
 
 @dataclass(frozen=True)
 class Change:
-    """What the engine computes with is replaced in memory, see `trouble.change_memory`."""
+    """What the engine computes with is replaced in memory, by one of `trouble`'s functions."""
 
-    how: str
-    source: str
+    how: Callable[[Any, Path], None]
+    source: Path
+    """The directory of a checkpoint or adapter with other content."""
 
     def act(self, llm: Any) -> list[Any]:
         engine.wait_for_saves()
-        change_memory(llm, self.how, self.source)
+        self.how(llm, self.source)
         return []
 
 
@@ -191,8 +191,8 @@ class Phase:
     extra: dict[str, Any] = field(default_factory=dict)
     transfer: dict[str, Any] = field(default_factory=dict)
     snapshots: bool = False  # whether to take digests of each request's blocks
-    trouble: dict[str, Any] = field(default_factory=dict)
-    """What else goes wrong meanwhile, see `trouble.trouble`."""
+    trouble: Sequence[Callable[[], AbstractContextManager[Any]]] = ()
+    """What else goes wrong meanwhile: entered in the engine's process, see `trouble`."""
     environment: dict[str, str] = field(default_factory=dict)
     """Further variables of the engine's environment, beside those that name a bucket's server."""
 

@@ -233,17 +233,12 @@ _made: dict[str, Path] = {}
 
 
 def small(name: str, **changes: Any) -> Path:
-    """A model of `kinds.KINDS`, with changes to its configuration."""
-    kind, text = KINDS[name], f"{name} {changes}"
+    """A model of `KINDS`, by its class or that without its ending, with another configuration."""
+    kind, text = KINDS.get(f"{name}ForCausalLM") or KINDS[name], f"{name} {changes}"
     if text not in _made:
         config = SIZES | kind.config | changes
         _made[text] = make(models() / f"small-{len(_made)}", kind.model_type, **config)
     return _made[text]
-
-
-def deepseek() -> Path:
-    """A DeepSeek-V2: one latent of 576 elements for each token and layer (MLA)."""
-    return small("DeepseekV2ForCausalLM")
 
 
 @cache
@@ -312,29 +307,9 @@ def gemma3n(*kinds: str) -> Path:
     return small("Gemma3nForCausalLM", layer_types=list(kinds))
 
 
-def gemma4(**sizes: int) -> Path:
-    """A Gemma 4: layers with a window, and some without one, whose heads have other sizes."""
-    return small("Gemma4ForCausalLM", **sizes)
-
-
 def gpt_oss() -> Path:
     """A gpt-oss: layers with a window of 128 and without one take turns, with attention sinks."""
     return small("GptOssForCausalLM", **BY_TURNS)
-
-
-def lfm2() -> Path:
-    """An LFM2: layers with a short convolution, whose state is its last tokens, and attention."""
-    return small("Lfm2ForCausalLM")
-
-
-def llama4() -> Path:
-    """A Llama 4: three of four layers attend within chunks of 512 tokens."""
-    return small("Llama4ForCausalLM")
-
-
-def qwen3_next() -> Path:
-    """A Qwen3-Next: layers with a gated delta net, and attention; its blocks have 160 tokens."""
-    return small("Qwen3NextForCausalLM")
 
 
 ADAPTERS: dict[str, Any] = {"enable_lora": True, "max_lora_rank": 8, "max_loras": 2}

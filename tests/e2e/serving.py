@@ -4,28 +4,22 @@ from __future__ import annotations
 
 import json
 import os
-import signal
 import socket
-import subprocess
 import sys
 import tempfile
-import time
 import urllib.request
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from subprocess import Popen
-from typing import IO, Any
+from typing import Any
 from urllib.error import URLError
 
 from e2e import engine
 from e2e.engine import ENVIRONMENT
 from e2e.harness import MAX_TOKENS, PROMPT, SOURCE, EngineTest, driver, llama
-from forks import wait_for
-
-START_TIMEOUT_S = 600.0
+from forks import START_S, Program, wait_for
 
 
 class ServerTest(EngineTest):
@@ -45,7 +39,7 @@ class Fork:
     def __init__(self, arguments: Sequence[str], log: str) -> None:
         """Start it; its words go to the file ``log``."""
         start = partial(engine.start_server, list(arguments), Path(log))
-        self.pid: int = driver().do_itself(start, START_TIMEOUT_S)
+        self.pid: int = driver().do_itself(start, START_S)
 
     def poll(self) -> int | None:
         """Not None when it has ended; the driver's child it is until somebody waits for it."""
@@ -62,72 +56,48 @@ class Fork:
             driver().do_itself(partial(wait_for, self.pid, timeout_s))
 
 
-def begin(arguments: Sequence[str], log: IO[bytes], path: Path | None = None) -> Popen[bytes]:
-    """Start a server as a user does; with ``path`` it is `vllm serve`, and a variable names it."""
-    vllm, at = [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve"], str(path)
-    return Popen(
-        [*command(), *arguments] if path is None else [*vllm, *arguments],
-        env=environment() if path is None else environment() | {"VUA_PATH": at},
-        stdin=subprocess.DEVNULL,
-        stdout=log,
-        stderr=subprocess.STDOUT,
-        start_new_session=True,
-    )
+class Forked(Program):
+    """Likewise, as a program."""
+
+    def __init__(self, arguments: Sequence[str]) -> None:
+        self._log = tempfile.NamedTemporaryFile()  # noqa: SIM115 - lives as long as the program
+        self._process = Fork(arguments, self._log.name)
 
 
 @contextmanager
 def starting(
-    root: Path,
-    *extra: Sequence[str],
-    forked: bool = False,
-    plain: bool = False,
-    model: Path | None = None,
+    root: Path, *extra: Sequence[str], plain: bool = False, model: Path | None = None
 ) -> Iterator[Callable[[], list[str]]]:
     """Starting servers, each with further arguments, on one directory.
 
-    Yields what waits until all of them are there and returns their addresses. ``forked``: not as a
-    user starts them, but sooner: see `Fork`. ``plain``: by `vllm serve` and `VUA_PATH` alone.
+    Yields what waits until all of them are there and returns their addresses. ``plain``: as a user
+    starts them, by `vllm serve` and `VUA_PATH` alone.
     """
     with ExitStack() as stack:
-        started: list[tuple[Popen[bytes] | Fork, str, IO[bytes]]] = []
+        started: list[tuple[Program, str]] = []
         for more in extra:
-            port, log = free_port(), stack.enter_context(tempfile.NamedTemporaryFile())
-            arguments = [*settings(root, port, model or llama()), *more]
+            port = free_port()
+            arguments = [*settings(port, model or llama()), *more]
             if plain:
-                at = arguments.index("--vua-path")
-                process = begin([*arguments[:at], *arguments[at + 2 :]], log, root)
+                vllm = [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve"]
+                server = Program([*vllm, *arguments], environment() | {"VUA_PATH": str(root)})
             else:
-                process = Fork(arguments, log.name) if forked else begin(arguments, log)
-            stack.callback(kill, process)
-            started.append((process, f"http://127.0.0.1:{port}", log))
+                server = Forked([*arguments, "--vua-path", str(root)])
+            started.append((stack.enter_context(server), f"http://127.0.0.1:{port}"))
 
         def ready() -> list[str]:
-            for process, address, log in started:
-                if not wait_until_healthy(process, address):
-                    raise AssertionError(f"no server:\n{tail(log)}")
-            return [address for _, address, _ in started]
+            for server, address in started:
+                server.until(partial(healthy, address))
+            return [address for _, address in started]
 
         try:
             yield ready
         except BaseException:
-            for _, _, log in started:  # pytest shows it with the failure
-                sys.stderr.write(tail(log))
+            for server, _ in started:  # pytest shows it with the failure
+                sys.stderr.write(server.log[-6000:])
             raise
-        for process, _, _ in started:
-            process.send_signal(signal.SIGINT)
-        for process, _, _ in started:
-            process.wait(60)
-
-
-def kill(process: Popen[bytes] | Fork) -> None:
-    with suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
-
-
-def tail(log: IO[bytes]) -> str:
-    log.seek(0)
-    return log.read().decode(errors="replace")[-6000:]
+        for server, _ in started:
+            server.end()
 
 
 def free_port() -> int:
@@ -137,9 +107,9 @@ def free_port() -> int:
     return port
 
 
-def settings(root: Path, port: int, model: Path) -> list[str]:
+def settings(port: int, model: Path) -> list[str]:
     return [
-        *(str(model), "--vua-path", str(root)),
+        str(model),
         *("--host", "127.0.0.1", "--port", str(port), "--served-model-name", "tiny"),
         *("--dtype", "float32", "--block-size", "32", "--max-model-len", "2048"),
         *("--kv-cache-memory-bytes", str(64 << 20), "--enforce-eager"),
@@ -167,15 +137,10 @@ def environment() -> dict[str, str]:
     return {**os.environ, **kept, "PYTHON": sys.executable, "PYTHONPATH": path}
 
 
-def wait_until_healthy(process: Popen[bytes] | Fork, address: str) -> bool:
-    """Wait until the server answers; False if it ends or takes too long."""
-    until = time.monotonic() + START_TIMEOUT_S
-    while process.poll() is None and time.monotonic() < until:
-        try:
-            with urllib.request.urlopen(f"{address}/health", timeout=5) as answer:
-                return bool(answer.status == 200)
-        except (URLError, OSError):
-            time.sleep(0.2)
+def healthy(address: str) -> bool:
+    """Whether a server answers by now."""
+    with suppress(URLError, OSError), urllib.request.urlopen(f"{address}/health", timeout=5) as one:
+        return bool(one.status == 200)
     return False
 
 

@@ -11,7 +11,6 @@ import os
 import signal
 import socket
 import subprocess
-import tempfile
 import time
 import unittest
 import urllib.error
@@ -26,7 +25,7 @@ from typing import Any
 import vua
 from e2e.damage import CHUNK
 from e2e.sglang_schedulers import answers
-from forks import Forker
+from forks import Forker, Program
 from vua.connector.config import sglang_arguments as engine_arguments
 
 PYTHON = os.environ.get("VUA_SGLANG_PYTHON")
@@ -168,7 +167,7 @@ class Answer:
     """Seconds until the first token."""
 
 
-class Server:
+class Server(Program):
     """One SGLang server, from its start to its end."""
 
     def __init__(
@@ -195,25 +194,12 @@ class Server:
         chosen += [] if texts else ["--skip-tokenizer-init"]
         if extra is not None:
             chosen += ["--hicache-storage-backend-extra-config", extra]
-        self._log = tempfile.TemporaryFile()  # noqa: SIM115 - lives as long as the server
         command = [str(PYTHON), "-c", _FORKING, "--model-path", str(model)]
-        self._process = subprocess.Popen(
-            [*command, "--port", str(self._port), *words(_ON_CPU), *_ASKED, *chosen, *arguments],
-            env=environment(),
-            stdin=subprocess.DEVNULL,
-            stdout=self._log,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )
-        try:
-            wait_until("the server's start", self._answers)
-        except BaseException:
-            self.close()
-            raise
+        command += ["--port", str(self._port), *words(_ON_CPU), *_ASKED, *chosen, *arguments]
+        super().__init__(command, environment())
+        self.until(self._answers)
 
     def _answers(self) -> bool:
-        if self._process.poll() is not None:
-            raise AssertionError(f"the server has ended; its log ends with:\n{self.log[-6000:]}")
         try:
             return bool(self.call("GET", "/health") is not None)
         except (AssertionError, urllib.error.URLError, ConnectionError):
@@ -222,11 +208,6 @@ class Server:
     @property
     def url(self) -> str:
         return f"http://127.0.0.1:{self._port}"
-
-    @property
-    def log(self) -> str:
-        self._log.seek(0)
-        return self._log.read().decode(errors="replace")
 
     def call(self, method: str, path: str, body: object = None) -> str:
         """Call one of the server's ways; raises URLError, and AssertionError with what it says."""
@@ -291,13 +272,9 @@ class Server:
             return False
         return True
 
-    def close(self) -> None:
+    def close(self) -> str:
         """End it and all that it has started."""
-        if self._process.poll() is None:
+        with suppress(ProcessLookupError, subprocess.TimeoutExpired):
             os.killpg(self._process.pid, signal.SIGTERM)
-            with suppress(subprocess.TimeoutExpired):
-                self._process.wait(30)
-        with suppress(ProcessLookupError):
-            os.killpg(self._process.pid, signal.SIGKILL)
-        self._process.wait()
-        self._log.close()
+            self._process.wait(30)
+        return super().close()

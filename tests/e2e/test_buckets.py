@@ -11,8 +11,8 @@ import sys
 import threading
 import time
 import unittest
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any, Final
@@ -26,11 +26,9 @@ from commands import run as command
 from commands import run_json
 from e2e.harness import PROMPT, Batch, EngineTest, Phase, Served, run, tokens
 from helpers import ROOT, DirectoryTest, caches_of, kv_bits
-from llama import BYTES_FROM, WHERE, completed, has_llama_cpp, load_gguf, make_gguf
 from proxy import FaultyProxy
 from small_models import make_model
 from vua import VUA, NotWritableError, VUAConfig, VUAError
-from vua.errors import StorageError
 from vua.format.entry import ENCRYPTED
 from vua.format.parse import parse_entry
 from vua.security.keyring import tenant_of, write_key
@@ -61,23 +59,15 @@ class BucketTest(EngineTest):
         self.proxy.plan = lambda *_: ""
         self.proxy.counts.clear()
 
-    def on(self, host: str, *batches: Batch, url: str = "", **extra: Any) -> Served:
-        """Run an engine on a host: a directory of its own, and the bucket behind it."""
-        path = [str(self.root.parent / host), url or self.url]
-        (self.root.parent / host).mkdir(exist_ok=True)
-        phase = Phase(batches, root=self.root, extra={"shared_storage_path": path, **extra})
-        (served,) = run(phase)
-        self.assertIsNone(served.problem)
-        return served
-
-    def on_the_bucket(self, *batches: Batch, role: str = "kv_both", **extra: Any) -> Served:
-        """Run an engine without a directory, in a process of its own."""
-        phase = Phase(
-            batches,
-            root=self.root,
-            extra={"shared_storage_path": self.url, **extra},
-            transfer={"kv_role": role},
-        )
+    def on(
+        self, host: str, *batches: Batch, url: str = "", role: str = "kv_both", **extra: Any
+    ) -> Served:
+        """Run an engine on a host, with a directory of its own before the bucket; "": without."""
+        url, near = url or self.url, self.root.parent / host
+        near.mkdir(exist_ok=True)
+        path = [str(near), url] if host else url
+        extra = {"shared_storage_path": path, **extra}
+        phase = Phase(batches, root=self.root, extra=extra, transfer={"kv_role": role})
         (served,) = run(phase)
         self.assertIsNone(served.problem)
         return served
@@ -128,22 +118,22 @@ class BucketTest(EngineTest):
         (expected,) = self.baseline(BATCH)
         both, bobs = self.keys_of("alice", "bob"), self.keys_of("bob")
 
-        cold = self.on_the_bucket(alice, **both)
+        cold = self.on("", alice, **both)
         self.assertEqual(([expected], [0]), (cold.tokens, cold.cached))
         stored = self.chunks()
-        warm = self.on_the_bucket(alice, **both)
+        warm = self.on("", alice, **both)
         self.assertEqual(([expected], [640]), (warm.tokens, warm.cached))
         self.assertEqual(640, warm.counts["tokens_loaded"])
-        other = self.on_the_bucket(bob, alice, nobody, role="kv_consumer", **bobs)
+        other = self.on("", bob, alice, nobody, role="kv_consumer", **bobs)
         self.assertEqual(([expected] * 3, [0] * 3), (other.tokens, other.cached))
         self.assertEqual(0, other.counts.get("tokens_loaded", 0))
         self.tells_nothing(stored, "alice")
 
-        self.on_the_bucket(bob, **both)
+        self.on("", bob, **both)
         self.assertEqual(20, self.arrived())
         (keys,) = both["security"].values()
         (Path(keys) / f"{tenant_of(b'alice')}.key").unlink()
-        after = self.on_the_bucket(alice, bob, **both)
+        after = self.on("", alice, bob, **both)
         self.assertEqual(([expected] * 2, [0, 640]), (after.tokens, after.cached))
         self.assertEqual(stored, {name: self.chunks()[name] for name in stored})
         (found,) = run_json("verify", self.url, "--tenant-keys", keys)[1]["namespaces"]
@@ -156,7 +146,7 @@ class BucketTest(EngineTest):
     def tells_nothing(self, stored: dict[str, bytes], salt: str) -> None:
         """Neither names nor bytes of chunks are those that an engine without keys stores."""
         url = self.server.place()
-        self.on_the_bucket(Batch([PROMPT], salt=salt), shared_storage_path=url)
+        self.on("", Batch([PROMPT], salt=salt), url=url)
         plain = self.chunks(url)
         self.assertEqual(10, len(plain))
         self.assertFalse(plain.keys() & stored.keys())
@@ -226,7 +216,7 @@ def without(policy: dict[str, Any], action: str) -> dict[str, Any]:
 
 
 class User:
-    """A user of a bucket who needs rights, and an empty place in it. A context manager."""
+    """A user of a bucket who needs rights, and an empty place in it."""
 
     def __init__(self) -> None:
         """Make the user, who has no right yet."""
@@ -246,23 +236,18 @@ class User:
         self._iam.create_user(UserName=self.name)
         self._key = self._iam.create_access_key(UserName=self.name)["AccessKey"]
 
-    def __enter__(self) -> User:  # noqa: PYI034 - typing.Self needs Python 3.11
-        """From now on this process speaks to the bucket as this user."""
-        with ExitStack() as stack:
-            proxy = FaultyProxy(self._server, self._note)
-            stack.callback(proxy.close)
-            stack.enter_context(
-                speaking_to(
-                    proxy.endpoint,
-                    AWS_ACCESS_KEY_ID=self._key["AccessKeyId"],
-                    AWS_SECRET_ACCESS_KEY=self._key["SecretAccessKey"],
-                )
-            )
-            self._stack = stack.pop_all()
-        return self
-
-    def __exit__(self, *problem: object) -> None:
-        self._stack.close()
+    @classmethod
+    @contextmanager
+    def here(cls) -> Iterator[User]:
+        """A user as whom this process speaks to the bucket."""
+        user = cls()
+        proxy = FaultyProxy(user._server, user._note)
+        keys = {
+            "AWS_ACCESS_KEY_ID": user._key["AccessKeyId"],
+            "AWS_SECRET_ACCESS_KEY": user._key["SecretAccessKey"],
+        }
+        with closing(proxy), speaking_to(proxy.endpoint, **keys):
+            yield user
 
     def _note(self, number: int, method: str, path: str) -> str:
         del number
@@ -339,7 +324,7 @@ class PolicyTest(unittest.TestCase):
 
     def test_documented(self) -> None:
         """With the documented rights everything works; only what is documented is sent."""
-        with User() as user:
+        with User.here() as user:
             key = self.stored_by(user)
             with user.enforced():
                 self.assertEqual(set(), user.failures(key))
@@ -362,7 +347,7 @@ class PolicyTest(unittest.TestCase):
         actions = [one for each in policies()[0]["Statement"] for one in each["Action"]]
         self.assertEqual(sorted(NEED), sorted(actions))
         for action in actions:
-            with self.subTest(action), User() as user:
+            with self.subTest(action), User.here() as user:
                 key = self.stored_by(user)
                 user.allow(without(policies()[0], action))
                 with user.enforced():
@@ -370,7 +355,7 @@ class PolicyTest(unittest.TestCase):
 
     def test_said(self) -> None:
         """A command that is refused says what was refused, and which right is missing."""
-        with User() as user:
+        with User.here() as user:
             self.stored_by(user)
             for action, words in (
                 ("s3:DeleteObject", ("gc", user.url, "--max-bytes", "0")),
@@ -386,7 +371,7 @@ class PolicyTest(unittest.TestCase):
 
     def test_reading_only(self) -> None:
         """Who may only read goes on reading, however many saves and renewals are refused."""
-        with User() as user:
+        with User.here() as user:
             key = self.stored_by(user)
             user.allow(policies()[1])
             with user.enforced():
@@ -400,46 +385,6 @@ class PolicyTest(unittest.TestCase):
                 user.load()
                 self.assertEqual(before, user.entries())
 
-
-@pytest.mark.vllm
-class ReadingEngineTest(EngineTest):
-    """Engines that may only read."""
-
-    def test_engines(self) -> None:
-        """They load; what they compute is not stored, and no request fails for that."""
-        stored = Batch([PROMPT])
-        news = [Batch([tokens(300, seed=seed)]) for seed in (70, 71)]
-        expected = self.baseline(stored, *news, stored)
-        with User() as user:
-
-            def served(*batches: Batch, role: str) -> Served:
-                phase = Phase(
-                    batches,
-                    root=self.root,
-                    extra={"shared_storage_path": user.url},
-                    transfer={"kv_role": role},
-                )
-                user.requests.clear()
-                with user.enforced():
-                    (answer,) = run(phase)
-                self.assertIsNone(answer.problem)
-                return answer
-
-            user.allow(policies()[0])
-            self.assertEqual(expected[:1], served(stored, role="kv_both").tokens)
-            user.allow(policies()[1])
-            for role in ("kv_both", "kv_consumer"):
-                answer = served(stored, *news, stored, role=role)
-                self.assertEqual(expected, answer.tokens)
-                self.assertEqual([640, 0, 0, 640], answer.cached)
-                self.assertEqual(1280, answer.counts["tokens_loaded"])
-                puts = sum(method == "PUT" for method, _ in user.requests)
-                said = re.findall("chunks are not stored.*s3:PutObject", answer.log)
-                self.assertEqual(role == "kv_both", puts > 0)
-                self.assertEqual(role == "kv_both", len(said))
-
-
-pytest.importorskip("obstore")
 
 CHUNK = 16
 
@@ -486,29 +431,6 @@ class FacesTest(DirectoryTest):
         self.assertEqual([0, 144, 144], lengths)
         self.assertEqual([outputs[0]] * 3, outputs)
         self.assertEqual(10, self.stored(self.url))  # 9 chunks, and the probe of the model
-
-    @unittest.skipUnless(has_llama_cpp(), WHERE)
-    def test_llama_cpp(self) -> None:
-        """A new engine takes the prefix of a prompt from the bucket."""
-        from vua.llama_cpp import VUALlamaCache
-
-        path = make_gguf(self.root / "model.gguf")
-        prompt = [1, *(BYTES_FROM + byte for byte in range(40, 140))]
-        tokens = []
-        for _ in range(2):
-            llm = load_gguf(path)
-            cache = VUALlamaCache(llm, self.url, chunk_tokens=CHUNK)
-            self.assertTrue(cache.ready())
-            llm.set_cache(cache)
-            if tokens:
-                self.assertEqual(96, cache[prompt].n_tokens)
-            tokens.append(completed(llm, prompt))
-            with self.assertRaisesRegex(StorageError, "vua du"):
-                _ = cache.cache_size
-            cache.close()
-            llm.close()
-        self.assertEqual(tokens[0], tokens[1])
-        self.assertGreaterEqual(self.stored(self.url), 6)
 
 
 @unittest.skipUnless((ROOT / "benchmarks").exists(), "not in a checkout")

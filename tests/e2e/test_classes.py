@@ -13,6 +13,7 @@ import shutil
 import unittest
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -42,18 +43,14 @@ from e2e.kinds import (
     KINDS,
     SHORT_ENGINE,
     Kind,
-    deepseek,
     eagle,
     ernie,
     gemma3,
     gemma3n,
-    gemma4,
     gpt_oss,
-    lfm2,
-    llama4,
-    qwen3_next,
     small,
 )
+from e2e.trouble import preempted
 
 pytestmark = pytest.mark.vllm
 
@@ -143,7 +140,7 @@ def check_preempted(engine: dict[str, Any], root: Path) -> None:
     sharing = [PROMPT[:400] + tokens(150, seed=10 + at) for at in range(4)]
     batch = Batch(sharing, max_tokens=40)
     engine = engine | {"max_num_batched_tokens": 192, "enable_chunked_prefill": True}
-    trouble = {"preempt_every": 25}
+    trouble = [partial(preempted, 25)]
 
     plain, served = run(
         Phase([batch], engine), Phase([batch, RESET, batch], engine, root, trouble=trouble)
@@ -160,11 +157,6 @@ TP2: dict[str, Any] = {"tensor_parallel_size": 2}
 BY_TURNS = ("sliding_attention", "full_attention") * 2
 AVX512 = pytest.mark.skipif("avx512f" not in CPU, reason="vLLM needs AVX-512")
 AMX = pytest.mark.skipif("amx_tile" not in CPU, reason="without AMX it continues no prefix")
-
-
-def mistral() -> Path:
-    """A Mistral of whose layers each has a window."""
-    return small("MistralForCausalLM", sliding_window=128)
 
 
 def drafted(method: str, count: int, **more: Any) -> dict[str, Any]:
@@ -193,20 +185,20 @@ CASES = {
     "gemma3": Case(gemma3, damaged="w128"),
     "gemma3n": Case(lambda: gemma3n(*BY_TURNS), damaged="w128"),
     "gemma3n of one kind": Case(lambda: gemma3n(*["full_attention"] * 4)),
-    "mistral": Case(mistral, damaged="w128"),
+    "mistral": Case(lambda: small("Mistral", sliding_window=128), damaged="w128"),
 }
 BY_TIER = {
     "llama": Case(),
     "gpt-oss": Case(gpt_oss),
     "gemma3n": Case(lambda: gemma3n(*BY_TURNS)),
-    "gemma4": Case(gemma4),
-    "llama4": Case(llama4),
-    "qwen3-next": Case(qwen3_next, lambda: DELTA_ENGINE),
-    "lfm2": Case(lfm2, lambda: SHORT_ENGINE, others=0),
+    "gemma4": Case(lambda: small("Gemma4")),
+    "llama4": Case(lambda: small("Llama4")),
+    "qwen3-next": Case(lambda: small("Qwen3Next"), lambda: DELTA_ENGINE),
+    "lfm2": Case(lambda: small("Lfm2"), lambda: SHORT_ENGINE, others=0),
     "eagle": Case(engine=lambda: drafted("eagle", 2, model=str(eagle()))),
     "mtp": Case(ernie, lambda: drafted("mtp", 1)),
     "fp8": Case(engine=lambda: {"kv_cache_dtype": "fp8"}, mark=AVX512),
-    "deepseek": Case(deepseek, lambda: {"block_size": 16}, mark=AMX),
+    "deepseek": Case(lambda: small("DeepseekV2"), lambda: {"block_size": 16}, mark=AMX),
 }
 
 
@@ -322,7 +314,11 @@ class LatentBytesTest(EngineTest):
 
     def blocks(self, *, loaded: int) -> dict[str, list[str]]:
         """Serve the prompt in a process of its own; the digests of its whole blocks."""
-        engine: dict[str, Any] = {"model": str(deepseek()), "block_size": BLOCK, "dtype": DTYPE}
+        engine: dict[str, Any] = {
+            "model": str(small("DeepseekV2")),
+            "block_size": BLOCK,
+            "dtype": DTYPE,
+        }
         extra = {"allow": ["inexact_continuation"]}
         served = self.serve(BATCH, engine=engine, extra=extra, snapshots=True)
         self.assertEqual([loaded], served.cached)
@@ -376,7 +372,7 @@ class UncachedModelsTest(EngineTest):
     @pytest.mark.thorough
     def test_latent_attention(self) -> None:
         """MLA on a CPU, where vLLM's reference backend cannot continue a prefix, goes without."""
-        self.check({"model": str(deepseek()), "block_size": 16}, "MLA backend")
+        self.check({"model": str(small("DeepseekV2")), "block_size": 16}, "MLA backend")
 
     @pytest.mark.thorough
     def test_cache_of_another_dtype(self) -> None:

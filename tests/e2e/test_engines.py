@@ -12,37 +12,25 @@ from unittest import mock
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 
-from e2e.checkpoints import SIZES, generate, generated, model_of, with_biases
+from e2e.checkpoints import SIZES, generate, generated, model_of, remade, with_biases
 from e2e.damage import CHUNK, stored
 from e2e.harness import PROMPT, SETTLE, Batch, EngineTest, llama, make, models, tokens
-from e2e.kinds import KINDS, gemma3, small
+from e2e.kinds import KINDS, small
 from model_changes import CHANGES, PLACES
-from small_models import make_model
 
 BATCH = Batch([PROMPT])
 WHOLE = len(PROMPT) // CHUNK * CHUNK
-KINDS_TO_SHARE = (
-    "Qwen2MoeForCausalLM",  # it says sliding_window 0 where vLLM says None
-    "OPTForCausalLM",  # learned positions, as many KV heads as heads
-    "ArceeForCausalLM",
-    "HunYuanDenseV1ForCausalLM",
-    "HunYuanMoEV1ForCausalLM",
-    "Gemma2ForCausalLM",
-    "GptOssForCausalLM",
-)
-"""Models of further kinds."""
-MEET = (
-    "FalconForCausalLM",
-    "Glm4MoeForCausalLM",
-    "GPTNeoXForCausalLM",
-    "MixtralForCausalLM",
-    "Olmo3ForCausalLM",
-    "OlmoeForCausalLM",
-    "PhiForCausalLM",
-    "Starcoder2ForCausalLM",
-)
+SHARED = {
+    "Qwen2Moe": {},  # it says sliding_window 0 where vLLM says None
+    "OPT": {},  # learned positions, as many KV heads as heads
+    "HunYuanMoEV1": {},
+    "Gemma2": {},
+    "GptOss": {},
+    "Mistral": {"sliding_window": 128},
+}
+"""Kinds whose configurations the engines write differently, with changes of that."""
+MEET = [f"{name}ForCausalLM" for name in ("Falcon", "GPTNeoX", "Mixtral", "Olmo3", "Phi")]
 """Those that transformers computes with torch's attention by default, and shares so."""
 READ_OTHERWISE: dict[str, dict[str, Any]] = {
     "llama": {"num_key_value_heads": 2, "partial_rotary_factor": 0.5},
@@ -55,16 +43,13 @@ WITNESS: dict[str, Any] = {"witness_every": 1000}
 @pytest.mark.vllm
 class OtherEngineTest(EngineTest):
     @pytest.mark.thorough
-    def test_further_kinds(self) -> None:
-        """Kinds whose configurations the engines write differently share, too."""
-        qwen3 = make_model(models() / "qwen3-to-share", family="qwen3", seed=3)
-        made = {name: small(name) for name in KINDS_TO_SHARE}
-        made["mistral"] = small("MistralForCausalLM", sliding_window=128)
-        self.check_shared(made | {"gemma3": gemma3(), "qwen3": qwen3})
-
-    def check_shared(self, kinds: dict[str, Path]) -> None:
+    def test_kinds(self) -> None:
         """One engine loads all whole chunks that the other one stored: the ways take turns."""
-        for at, (kind, path) in enumerate(kinds.items()):
+        made = {name: small(name, **changes) for name, changes in SHARED.items()}
+        for name in MEET:
+            model_type, config = KINDS[name].model_type, KINDS[name].config
+            made[name] = with_biases(models() / f"{name}-met", model_type, **config)
+        for at, (kind, path) in enumerate(made.items()):
             with self.subTest(kind):
                 self.root = self.root.with_name(kind)
                 if at % 2:
@@ -88,18 +73,6 @@ class OtherEngineTest(EngineTest):
         self.fill(BATCH, engine=engine)
         self.assertEqual(0, self._generate(path, new_tokens=1)[0])
         self.assertEqual(WHOLE, self._generate(path, new_tokens=1)[0])
-
-    @pytest.mark.thorough
-    def test_by_default(self) -> None:
-        """Models of further types share in the attention that transformers takes by default."""
-        self.check_shared(
-            {
-                name: with_biases(
-                    models() / f"{name}-met", KINDS[name].model_type, **KINDS[name].config
-                )
-                for name in MEET
-            }
-        )
 
     @pytest.mark.thorough
     def test_read_otherwise(self) -> None:
@@ -174,14 +147,13 @@ def plain(model: Any, prompt: list[int] = PROMPT) -> list[int]:
 def gemma2() -> Path:
     """A Gemma 2 whose attention is sharp, so that its soft cap decides the tokens."""
     config = SIZES | KINDS["Gemma2ForCausalLM"].config | {"attn_logit_softcapping": 2.0}
-    path = make(models() / "sharp", "gemma2", **config)
-    file = path / "model.safetensors"
-    weights = load_file(file)
-    for name in weights:
-        if "q_proj" in name or "k_proj" in name:
-            weights[name] = weights[name] * 10
-    save_file(weights, file, metadata={"format": "pt"})
-    return path
+    plain = make(models() / "not-sharp", "gemma2", **config)
+    sharp = ("q_proj", "k_proj")
+    return remade(
+        plain,
+        models() / "sharp",
+        lambda name, weight: weight * 10 if any(part in name for part in sharp) else weight,
+    )
 
 
 @pytest.mark.vllm

@@ -168,28 +168,6 @@ class BoundTest(unittest.TestCase):
             with self.subTest(wrong=wrong, tried=tried):
                 self.assertAlmostEqual(bound, cache_audit.upper_bound(wrong, tried), places=4)
 
-    def test_report(self) -> None:
-        """A hit counts once, is wrong if it is on one rank, and unread ones do not count."""
-        lines = [
-            [{"hit": "1:a", "chosen": True}, {"hit": "1:b", "chosen": True},
-             {"hit": "1:c", "chosen": False}],
-            [{"request": "1:a", "blocks": 4, "wrong": [], "drawn": 0.1, "far": 0.2},
-             {"request": "1:b", "failed": True}],
-            [{"request": "1:a", "blocks": 4, "wrong": [[0, 2]], "drawn": 0.1, "far": 9.0}],
-        ]  # fmt: skip
-        with tempfile.TemporaryDirectory() as folder:
-            for at, some in enumerate(lines):
-                text = "".join(json.dumps(one) + "\n" for one in some)
-                Path(folder, f"{at}.jsonl").write_text(text)
-            command = [sys.executable, str(AUDIT / "cache_audit.py"), "report", folder, "--json"]
-            ran = subprocess.run(command, capture_output=True, text=True, check=False)
-        self.assertEqual(1, ran.returncode, ran.stderr)
-        found = json.loads(ran.stdout)
-        counts = {name: found[name] for name in (
-            "hits", "audited", "failed_loads", "hits_wrong", "blocks", "blocks_wrong",
-            "drawn_wrong")}  # fmt: skip
-        self.assertEqual([3, 1, 1, 1, 4, 1, 0], list(counts.values()))
-
 
 @needs_vllm
 @pytest.mark.vllm
@@ -200,12 +178,6 @@ class EnginesTest(unittest.TestCase):
         found = list(load("shown").shown(name, faults))
         self.assertEqual([True] * len(faults), [one["answers_right"] for one in found])
         return found
-
-    def test_fs_tier(self) -> None:
-        """VLLM's fs tier: a good one is right, flipped bits are found in each hit."""
-        right, flipped = self.reports("vLLM fs tier", "none", "flipped bits")
-        self.assertEqual((12, 12, 0), tuple(right[k] for k in ("hits", "audited", "hits_wrong")))
-        self.assertEqual((12, 12), tuple(flipped[k] for k in ("audited", "hits_wrong")))
 
     def test_vua(self) -> None:
         """VUA: hits of a good cache are right; damaged chunks and another model's do not hit."""

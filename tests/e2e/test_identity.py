@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import shutil
-from dataclasses import replace
-from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
-from e2e.checkpoints import IMAGE_TOKEN, copied, edit, rewritten
-from e2e.damage import CHUNK, chunk_files, exchange_for_noise, stored
+from e2e import trouble
+from e2e.checkpoints import IMAGE_TOKEN, remade
+from e2e.damage import CHUNK, chunk_files, stored
 from e2e.harness import (
     PROMPT,
     RESET,
@@ -26,7 +25,6 @@ from e2e.harness import (
     Exchange,
     Phase,
     Served,
-    driver,
     llama,
     make_llava,
     models,
@@ -43,178 +41,6 @@ ASK = Batch([PROMPT])
 SEEING = {"skip_tokenizer_init": False}
 BEFORE = 128  # tokens in front of the picture
 LOOK = [*tokens(BEFORE, seed=2), IMAGE_TOKEN, *tokens(200, seed=3)]
-
-
-@cache
-def llava() -> Path:
-    return make_llava(models() / "llava")
-
-
-class IdentityTest(EngineTest):
-    def assert_apart(self, first: Phase, second: Phase) -> None:
-        """The second engine loads nothing of the first one's.
-
-        And answers as without VUA, also once it has stored.
-        """
-        (alone,) = run(self.without(second))
-        cold, served, again = *run(first), *run(self.twice(second)), *run(first)
-
-        self.assertEqual([None] * 4, [each.problem for each in (alone, cold, served, again)])
-        self.assertNotEqual(cold.tokens, alone.tokens)  # else it could not be told
-        self.assertEqual([cold.tokens, [0]], [again.tokens, cold.cached])
-        self.assertEqual(2 * alone.tokens, served.tokens)
-        self.assertEqual(0, served.cached[0])
-        self.assertGreater(min(again.cached[0], served.cached[1]), 0)
-
-    def twice(self, phase: Phase) -> Phase:
-        """Asked once more when all is stored."""
-        return replace(phase, batches=[*phase.batches, SETTLE, *phase.batches])
-
-    def without(self, phase: Phase) -> Phase:
-        return Phase(phase.batches, engine=phase.engine)
-
-    def look(self, engine: dict[str, Any] | None = None, **batch: Any) -> Phase:
-        settings = {"model": str(llava()), **SEEING, **(engine or {})}
-        return self.phase(Batch([LOOK], **{"images": [1], **batch}), engine=settings)
-
-
-class WeightsTest(IdentityTest):
-    def test_few_rows(self) -> None:
-        """A checkpoint that differs in ten rows of its embedding is another one."""
-        other = rewritten(llama(), models() / "ten-rows", rows=10)
-
-        self.assert_apart(self.phase(ASK), self.phase(ASK, engine={"model": str(other)}))
-
-    def test_same_tensors(self) -> None:
-        """In other files, with other metadata and other files beside it, it is the same one."""
-        expected = self.fill(ASK)
-        other = rewritten(llama(), models() / "resharded", shards=3, note="saved again")
-        torch.save({"learning_rate": 0.1}, other / "training_args.bin")
-
-        found = self.serve(ASK, engine={"model": str(other)})
-
-        self.assertEqual([expected, [640]], [found.tokens, found.cached])
-
-
-class AdapterTest(IdentityTest):
-    def adapter(self, name: str, seed: int) -> Path:
-        self.root.parent.mkdir(exist_ok=True)
-        return strong_adapter(self.root.with_name(name), seed=seed)
-
-    def test_files_replaced(self) -> None:
-        """An adapter is what the engine loaded, whatever has become of its files."""
-        used, other = self.adapter("used", 1), self.adapter("other", 2)
-        ask, more = (Batch([p], loras=[str(used)]) for p in (PROMPT, tokens(700, seed=9)))
-        alone = self.baseline(ask, more, engine=ADAPTERS)
-
-        replaced = self.serve(ask, Exchange(other, used), more, engine=ADAPTERS)
-        expected = run(Phase([more], engine=ADAPTERS))[0].tokens
-        after = self.serve(more, engine=ADAPTERS)
-
-        self.assertEqual(alone, replaced.tokens)
-        self.assertNotEqual(expected, alone[1:])
-        self.assertEqual([expected, [0]], [after.tokens, after.cached])
-
-    def test_other_modules(self) -> None:
-        """An engine that applies an adapter to fewer modules computes other K and V."""
-        ask = Batch([PROMPT], loras=[str(self.adapter("used", 1))])
-        fewer = {**ADAPTERS, "lora_target_modules": ["o_proj"]}
-
-        self.assert_apart(self.phase(ask, engine=ADAPTERS), self.phase(ask, engine=fewer))
-
-
-class PictureTest(IdentityTest):
-    def test_pictures(self) -> None:
-        """Another picture, layer of the tower or preparation is told apart; the same one is found.
-
-        The processor's settings are the engine's or a request's.
-        """
-        plain, tower = {"do_normalize": False}, {"vision_feature_layer": -1}
-        (cold,) = run(self.look())
-        for name, (other, shared) in {
-            "another picture": (self.look(images=[2]), BEFORE),
-            "layer of the tower": (self.look({"hf_overrides": tower}), 0),
-            "processor": (self.look({"mm_processor_kwargs": plain}), BEFORE),
-            "processor of a request": (self.look(processor=plain), BEFORE),
-        }.items():
-            with self.subTest(name):
-                alone, served = *run(self.without(other)), *run(self.twice(other))
-                self.assertEqual([None] * 2, [alone.problem, served.problem])
-                self.assertNotEqual(cold.tokens, alone.tokens)
-                self.assertEqual(2 * alone.tokens, served.tokens)
-                self.assertEqual(shared, served.cached[0])
-                self.assertGreater(served.cached[1], shared)
-        (again,) = run(self.look())
-        self.assertEqual([cold.tokens, True], [again.tokens, again.cached[0] > BEFORE])
-
-    def test_named_pictures(self) -> None:
-        """A client's name for a picture, or vLLM's number, says nothing: others may have it."""
-        for engine, more in (({}, {"image_names": ["mine"]}), ({"mm_processor_cache_gb": 0}, {})):
-            with self.subTest(engine):
-                self.root = self.root.with_name(f"kv{len(engine)}")
-                one, two = (self.look(engine, images=[seed], **more) for seed in (1, 2))
-                (alone,) = run(self.without(two))
-                first, second = *run(one), *run(self.twice(two))
-                self.assertNotEqual(first.tokens, alone.tokens)
-                self.assertEqual(2 * alone.tokens, second.tokens)  # also once it has stored
-
-    def test_edited_files(self) -> None:
-        """Files that are edited in place make another model, whatever it is called."""
-        edits: tuple[tuple[str, dict[str, Any]], ...] = (
-            ("processor_config.json", {"image_processor__image_mean": [0.1, 0.9, 0.5]}),
-            ("config.json", {"vision_config__hidden_act": "relu"}),
-        )
-        for file, changes in edits:
-            with self.subTest(file):
-                place = copied(llava(), models() / "edited")
-                engine = {"model": str(place)}
-                alone = run(self.without(self.look(engine)))
-                (both,) = run(self.twice(self.look(engine)))
-                edit(place / file, **changes)
-                expected = run(self.without(self.look(engine)))
-                edited = run(self.look(engine))
-
-                self.assertGreater(both.cached[1], BEFORE)
-                self.assertEqual(2 * alone[0].tokens, both.tokens)
-                self.assertNotEqual(alone[0].tokens, expected[0].tokens)
-                self.assertEqual(expected[0].tokens, edited[0].tokens)
-                self.assertEqual(BEFORE, edited[0].cached[0])  # the text is as it was
-
-
-class BatchInvariantTest(IdentityTest):
-    """vLLM 0.32 starts in this mode on a CPU, and lacks the kernels to compute in it there."""
-
-    def started(self, **engine: Any) -> str:
-        """Start an engine and ask it; return the namespace that is its own, where it is new."""
-        before = {*self.root.glob("*/namespace.json")}
-        on = {"VLLM_BATCH_INVARIANT": "1"}
-        (served,) = run(self.phase(ASK, engine=engine, environment=on))
-        if served.problem is None:
-            self.assertEqual([0], served.cached)
-        else:
-            self.assertIn("batch_invariant", served.problem)
-        new = {*self.root.glob("*/namespace.json")} - before
-        self.assertLess(len(new), 2)
-        return new.pop().parent.name if new else ""
-
-    def test_mode_and_backend(self) -> None:
-        """A batch-invariant engine shares with engines of the same mode and backend alone."""
-        expected = self.fill(ASK)
-        names = [
-            self.started(),
-            self.started(attention_backend="FLEX_ATTENTION"),
-            self.started(attention_backend="CPU_ATTN"),
-        ]
-        self.assertEqual(3, len({*names} - {""}))
-        self.assertEqual("", self.started())  # an engine of the same mode: the same namespace
-        for engine in ({}, {"attention_backend": "CPU_ATTN"}):  # others share whatever the backend
-            plain = self.serve(ASK, engine=engine)
-            self.assertEqual([expected, [640]], [plain.tokens, plain.cached])
-
-
-def setUpModule() -> None:
-    """Start the driver before the first test's clock runs."""
-    driver()
 
 
 class LoraTest(EngineTest):
@@ -252,20 +78,19 @@ class LoraTest(EngineTest):
         plain = self.serve(Batch([PROMPT]))  # an engine that knows no adapters
         self.assertEqual([expected[2:], [0]], [plain.tokens, plain.cached])
 
-    def test_by_content(self) -> None:
-        """The same adapter elsewhere finds its chunks; other weights at the same path do not."""
-        one, _ = self.paths
-        expected = self.fill(self.ask(one), engine=ADAPTERS)
+    def test_files_replaced(self) -> None:
+        """An adapter is what the engine loaded, whatever has become of its files."""
+        used, other = map(Path, self.paths)
+        ask, more = (Batch([p], loras=[str(used)]) for p in (PROMPT, tokens(700, seed=9)))
+        alone = self.baseline(ask, more, engine=ADAPTERS)
 
-        copy = strong_adapter(self.root.with_name("elsewhere"), seed=1)
-        moved = self.warm(self.ask(str(copy)))
-        strong_adapter(Path(one), seed=3)
-        changed = self.warm(self.ask(one))
+        replaced = self.serve(ask, Exchange(other, used), more, engine=ADAPTERS)
+        expected = run(Phase([more], engine=ADAPTERS))[0].tokens
+        after = self.serve(more, engine=ADAPTERS)
 
-        self.assertEqual([expected, [640]], [moved.tokens, moved.cached])
-        self.assertEqual([0], changed.cached)
-        self.assertNotEqual(expected, changed.tokens)
-        self.assertEqual(20, len(stored(self.root)))
+        self.assertEqual(alone, replaced.tokens)
+        self.assertNotEqual(expected, alone[1:])
+        self.assertEqual([expected, [0]], [after.tokens, after.cached])
 
     def test_loaded_anew_in_place(self) -> None:
         """Under its number and name: the first one's chunks and blocks are left."""
@@ -274,7 +99,7 @@ class LoraTest(EngineTest):
         old, new = (self.baseline(self.ask(path), engine=engine) for path in (one, two))
         longer = Batch([PROMPT + PROMPT[:200]], loras=[one])
         served = self.serve(
-            *(self.ask(one), Exchange(Path(two), Path(one)), Change("add", one)),
+            *(self.ask(one), Exchange(Path(two), Path(one)), Change(trouble.add, Path(one))),
             *(longer, RESET, self.ask(one), RESET, self.ask(one)),
             engine=engine,
         )
@@ -287,22 +112,23 @@ class LoraTest(EngineTest):
 BATCH = Batch([PROMPT])
 
 
-def other_embedding(at: Path) -> Path:
-    """The usual model with its embedding's rows in another order."""
-    if not at.exists():
-        shutil.copytree(llama(), at)
-        weights = load_file(at / "model.safetensors")
-        name = "model.embed_tokens.weight"
-        weights[name] = weights[name].flip(0).contiguous()
-        save_file(weights, at / "model.safetensors", {"format": "pt"})
-    return at
+def flipped(name: str, weight: torch.Tensor) -> torch.Tensor:
+    """The embedding's rows in another order."""
+    return weight.flip(0) if "embed_tokens" in name else weight
+
+
+def negated(name: str, weight: torch.Tensor) -> torch.Tensor:
+    """Some rows of the embedding, of the prompt's last tokens, are others."""
+    if "embed_tokens" in name:
+        weight[PROMPT[-8:]] *= -1
+    return weight
 
 
 class ChangedWeightsTest(EngineTest):
     def setUp(self) -> None:
         super().setUp()
         self.one = str(llama())
-        self.other = str(other_embedding(models() / "other-embedding"))
+        self.other = str(remade(llama(), models() / "other-embedding", flipped))
         self.old, self.new = (self.baseline(BATCH, engine=self.of(m)) for m in self.models)
         self.assertNotEqual(self.old, self.new)
 
@@ -328,10 +154,11 @@ class ChangedWeightsTest(EngineTest):
         that tests bring along, and by whoever holds a reference, without a call.
         """
         update = {"weight_transfer_config": "files"}
-        for how, settings in (("apply", {}), ("function", {}), ("update", update), ("behind", {})):
-            with self.subTest(how):
-                self.root = self.root.with_name(how)
-                steps = (BATCH, Change(how, self.other), *(RESET, BATCH) * 3)
+        ways = ((trouble.apply, {}), (trouble.by_function, {}), (trouble.update, update))
+        for how, settings in (*ways, (trouble.behind, {})):
+            with self.subTest(how.__name__):
+                self.root = self.root.with_name(how.__name__)
+                steps = (BATCH, Change(how, Path(self.other)), *(RESET, BATCH) * 3)
                 changed, *after = self.serve_both(*steps, **settings)
                 self.assertEqual(self.old + 3 * self.new, changed.tokens)
                 self.assertEqual([self.old, self.new], [each.tokens for each in after])
@@ -339,29 +166,12 @@ class ChangedWeightsTest(EngineTest):
                 self.assertEqual([[640], [0]], [each.cached for each in after])
                 self.assertEqual(640, changed.cached[-1])  # its own, of the new epoch
 
-    def test_sleep(self) -> None:
-        """K and V survive it; with other weights after it they do not count."""
-        slept, *after = self.serve_both(
-            *(BATCH, Change("sleep", ""), BATCH, Change("sleep", self.other)),
-            *(BATCH, RESET, BATCH, RESET, BATCH),
-        )
-        self.assertEqual([0, 640, 0], slept.cached[:3])
-        self.assertEqual(2 * self.old + 3 * self.new, slept.tokens)
-        self.assertEqual([self.old, self.new], [each.tokens for each in after])
-        self.assertEqual(640, slept.cached[-1])  # its own, of the new epoch
-        self.assertEqual([[640], [0]], [each.cached for each in after])
-
     def test_reset_after_few_rows(self) -> None:
         """A reset, as a pause brings one, after a write to some rows that nothing else tells of."""
-        few = models() / "last-rows"
-        if not few.exists():
-            shutil.copytree(llama(), few)
-            weights = load_file(few / "model.safetensors")
-            weights["model.embed_tokens.weight"][PROMPT[-8:]] *= -1
-            save_file(weights, few / "model.safetensors", {"format": "pt"})
+        few = remade(llama(), models() / "last-rows", negated)
         new = self.baseline(BATCH, engine=self.of(str(few)))
         self.assertNotEqual(self.old, new)
-        steps = [BATCH, RESET_ALL, BATCH, Change("behind", str(few)), RESET_ALL, BATCH]
+        steps = [BATCH, RESET_ALL, BATCH, Change(trouble.behind, few), RESET_ALL, BATCH]
 
         changed, old, _ = self.serve_both(*steps, RESET, BATCH, RESET, BATCH)
 
@@ -518,15 +328,6 @@ class EncodersTest(EngineTest):
     def files(self) -> list[Path]:
         return sorted(self.encoded.glob("*/encoder_cache.safetensors"))
 
-    def test_the_other_process_encodes(self) -> None:
-        """An engine without VUA sees what lies in the directory: exchanged, the other picture."""
-        one, two = self.files()
-        aside = one.with_name("aside")
-        for source, target in ((one, aside), (two, one), (aside, two)):
-            shutil.move(source, target)
-        (exchanged,) = run(Phase([ONE, TWO], engine=self.reader))
-        self.assertEqual(self.alone[::-1], exchanged.tokens)
-
     def test_restart(self) -> None:
         """What one engine stored another one loads, also one that encodes for itself.
 
@@ -543,15 +344,6 @@ class EncodersTest(EngineTest):
         self.assertEqual(WHOLE + BEFORE, warm.counts["tokens_loaded"])
         self.assertEqual([self.alone[:1], [WHOLE]], [itself.tokens, itself.cached])
         self.assertEqual(WHOLE, itself.counts["tokens_loaded"])
-
-    def test_negative_control(self) -> None:
-        """With noise in the place of what is in front of the picture other tokens come out."""
-        self.serve(ONE, engine=self.reader, extra=ALLOWED)
-        exchange_for_noise(self.root, LOOK[:BEFORE])
-        noisy = self.serve(ONE, engine=self.reader, extra=ALLOWED)
-
-        self.assertEqual(WHOLE, noisy.counts["tokens_loaded"])
-        self.assertNotEqual(self.alone[:1], noisy.tokens)
 
     def test_not_allowed(self) -> None:
         """Without the operator's word a prompt with a picture is computed, and the log says why."""

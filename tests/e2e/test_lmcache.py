@@ -9,11 +9,8 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import signal
 import socket
-import subprocess
 import sys
-import tempfile
 import unittest
 import uuid
 from importlib import util
@@ -24,7 +21,9 @@ import pytest
 
 from e2e.checkpoints import copied, scaled
 from e2e.harness import PROMPT, SOURCE, Batch, EngineTest, Phase, Served, llama, run
+from e2e.serving import free_port
 from e2e.sglang_server import wait_until
+from forks import Program
 from helpers import flip
 from vua.capacity.saved import saved_at
 
@@ -44,60 +43,28 @@ def specification(root: Path) -> dict[str, Any]:
     }
 
 
-class Server:
-    """One LMCache server, from its start to its end. A context manager."""
+class Server(Program):
+    """One LMCache server, from its start to its end."""
 
     def __init__(self, adapter: dict[str, Any]) -> None:
         """Start it and wait until it takes connections."""
-        self.port, other = _free_port(), _free_port()
+        self.port, other = free_port(), free_port()
         paths = [str(SOURCE), *filter(None, [os.environ.get("PYTHONPATH")])]
-        self._log = tempfile.TemporaryFile()  # noqa: SIM115 - lives as long as the server
-        self._process = subprocess.Popen(
-            [
-                *(sys.executable, "-m", "lmcache.cli.main", "server", "--host", "localhost"),
-                *("--port", str(self.port), "--http-port", str(other), "--l1-size-gb", "0.25"),
-                *("--chunk-size", str(CHUNK), "--eviction-policy", "LRU"),
-                "--disable-observability",
-                *("--supported-transfer-mode", "engine_driven"),
-                *("--shm-name", f"vua-test-{uuid.uuid4().hex}"),
-                *("--l2-adapter", json.dumps(adapter)),
-            ],
-            env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
-            stdin=subprocess.DEVNULL,
-            stdout=self._log,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )
-        try:
-            wait_until("the server's start", self._answers)
-        except BaseException:
-            self.close()
-            raise
-
-    def __enter__(self) -> Server:  # noqa: PYI034 - Python 3.10 has no Self
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        self.close()
+        command = [
+            *(sys.executable, "-m", "lmcache.cli.main", "server", "--host", "localhost"),
+            *("--port", str(self.port), "--http-port", str(other), "--l1-size-gb", "0.25"),
+            *("--chunk-size", str(CHUNK), "--eviction-policy", "LRU"),
+            "--disable-observability",
+            *("--supported-transfer-mode", "engine_driven"),
+            *("--shm-name", f"vua-test-{uuid.uuid4().hex}"),
+            *("--l2-adapter", json.dumps(adapter)),
+        ]
+        super().__init__(command, {**os.environ, "PYTHONPATH": os.pathsep.join(paths)})
+        self.until(self._answers)
 
     def _answers(self) -> bool:
-        if self._process.poll() is not None:
-            self._log.seek(0)
-            raise AssertionError(self._log.read().decode(errors="replace")[-6000:])
         with socket.socket() as asked:
             return asked.connect_ex(("127.0.0.1", self.port)) == 0
-
-    def close(self) -> None:
-        if not self._log.closed:
-            os.killpg(self._process.pid, signal.SIGKILL)
-            self._process.wait()
-            self._log.close()
-
-
-def _free_port() -> int:
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        return int(found.getsockname()[1])
 
 
 @unittest.skipUnless(util.find_spec("lmcache"), "LMCache is not here; `dev.py lmcache` has it")

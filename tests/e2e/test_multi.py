@@ -140,19 +140,6 @@ class MultiTest(EngineTest):
             }
             save_file(noise, path)
 
-    def test_damage_beside_another_store(self) -> None:
-        """What VUA finds damaged is computed, though the other store has it, and stored again."""
-        connectors = [self.child(self.roots[0]), self.other(self.roots[1])]
-        expected = self.baseline(BATCH)
-        self.multi(*connectors)
-        flip(stored(self.roots[0])[4])
-
-        hurt, healed = self.multi(*connectors), self.multi(*connectors)
-
-        self.assertEqual([expected] * 2, [hurt.tokens, healed.tokens])
-        self.assertLess(hurt.counts["tokens_loaded"], 640)
-        self.assertEqual((640, [640]), (healed.counts["tokens_loaded"], healed.cached))
-
 
 if find_spec("vllm"):
     import msgspec
@@ -275,16 +262,6 @@ class EventsTest(EngineTest):
             hashes = [name for event in router.stored for name in event.block_hashes]
             self.assertEqual(2, len(hashes) - len(set(hashes)))  # the damaged chunk's, mended
             self.assertGreater(len(router.removed), 2)
-
-    def test_extras(self) -> None:
-        """What else names a block is in the event: no router takes it for another's tokens."""
-        with self.router() as (router, engine):
-            self.serve(SETTLE, Batch([PROMPT[:200]], salt="tenant"), SETTLE, engine=engine)
-            router.listen()
-
-            keys = [event.extra_keys for event in router.stored]
-            self.assertEqual([[("tenant",), *[None] * 5]], keys)
-            self.assertLessEqual(router.held, set(router.own))
 
 
 BATCH = Batch([PROMPT])

@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 import numpy as np
 import pytest
 
-from e2e.damage import chunk_files, flip, stored
+from e2e.damage import stored
 from e2e.harness import (
     PROMPT,
     RESET,
@@ -16,40 +16,10 @@ from e2e.harness import (
     Copied,
     EngineTest,
     needs_windows,
-    shared,
     tokens,
 )
-from e2e.kinds import gemma3, gemma3n, gpt_oss
 
 pytestmark = pytest.mark.vllm
-
-
-TAIL = tokens(90, seed=2)
-
-
-@pytest.mark.thorough
-@needs_windows
-class PartingTest(EngineTest):
-    """Prompts with one system prompt of 900 tokens: the second one loads of it already."""
-
-    def check(self, prompts: list[list[int]], whole: int, second: int, **engine: Any) -> None:
-        """``whole``: the tokens of it that can be loaded; ``second``: by the second prompt."""
-        one, two, *others = prompts
-        parts = [[one], [two], *([others] if len(others) > 9 else [[each] for each in others])]
-        steps = [step for part in parts for step in (Batch(part, max_tokens=1), RESET)]
-
-        served = self.serve(*steps, engine=engine)
-
-        self.assertEqual([0, second], served.cached[:2])
-        self.assertEqual({whole}, {*served.cached[2:]})
-
-    def test_windows(self) -> None:
-        """A window of 128 tokens, and none: all prompts load all of it, as without windows."""
-        shares = gemma3n(*["sliding_attention", "full_attention"] * 2)
-        for model, prompts in ((gpt_oss(), 24), (gemma3(), 5), (shares, 5)):
-            with self.subTest(model.name):
-                super().setUp()
-                self.check(shared(prompts), 896, 896, model=str(model))
 
 
 class ReuseTest(EngineTest):
@@ -101,45 +71,6 @@ class ReuseTest(EngineTest):
         self.assertEqual([0, 192], cold.cached[:2])
         self.assertEqual([192, 640, 640, 672], warm.cached)
         self.assertEqual(192 + (640 - 192) + 640, warm.counts["tokens_loaded"])
-
-
-class SeparationTest(EngineTest):
-    @pytest.mark.thorough
-    def test_cache_salt(self) -> None:
-        """A request loads what was stored with its own salt, and nothing else."""
-        self.fill(Batch([PROMPT]))
-        batches = (Batch([PROMPT], salt="a"), Batch([PROMPT], salt="b"), Batch([PROMPT]))
-        expected = self.baseline(*batches)
-
-        first = self.serve(*batches[:2])
-        second = self.serve(*batches)
-
-        self.assertEqual(expected[:2], first.tokens)
-        self.assertEqual(expected, second.tokens)
-        self.assertEqual([0, 0], first.cached)
-        self.assertEqual([640, 640, 640], second.cached)
-        self.assertEqual(30, len(stored(self.root)))
-
-    @pytest.mark.thorough
-    def test_producer_and_consumer(self) -> None:
-        """A producer stores and does not load; a consumer loads and does not store."""
-        batches = (Batch([PROMPT]), Batch([TAIL]))
-        expected = self.baseline(*batches)
-        producer: dict[str, Any] = {"transfer": {"kv_role": "kv_producer"}}
-        consumer: dict[str, Any] = {"transfer": {"kv_role": "kv_consumer"}}
-
-        nothing = self.serve(*batches, **consumer)
-        self.assertEqual([], stored(self.root))
-
-        once = self.serve(batches[0], **producer)
-        again = self.serve(batches[0], **producer)
-        warm = self.serve(*batches, **consumer)
-
-        self.assertEqual([expected, expected], [nothing.tokens, warm.tokens])
-        self.assertEqual([expected[:1]] * 2, [once.tokens, again.tokens])
-        self.assertEqual([[0, 0], [0], [0]], [nothing.cached, once.cached, again.cached])
-        self.assertEqual([640, 0], warm.cached)
-        self.assertEqual(10, len(stored(self.root)))
 
 
 @pytest.mark.thorough
@@ -259,16 +190,3 @@ class TensorParallelTest(EngineTest):
 
         self.assertEqual(self.baseline(BATCH, **TP2), warm.tokens)
         self.assertEqual([640, 448], warm.cached)
-
-    @pytest.mark.thorough
-    def test_one_damaged_shard(self) -> None:
-        """A chunk of which one worker's file is damaged is computed by both, and healed."""
-        expected = self.fill(BATCH, **TP2)
-        first, _ = sorted(chunk_files(self.root, PROMPT, 5))
-        flip(first)
-
-        damaged = self.serve(BATCH, **TP2)
-        healed = self.serve(BATCH)
-
-        self.assertEqual([expected, self.baseline(BATCH)], [damaged.tokens, healed.tokens])
-        self.assertEqual({"chunks_loaded": 17, "tokens_loaded": 1088}, healed.counts)

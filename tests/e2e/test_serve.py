@@ -10,7 +10,7 @@ import time
 import unittest
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from importlib.util import module_from_spec, spec_from_file_location
+from functools import partial
 from statistics import median
 from typing import Any
 
@@ -25,13 +25,13 @@ from e2e.serving import (
     complete,
     environment,
     free_port,
-    kill,
+    healthy,
     metric,
     scraped,
     starting,
     transfer,
-    wait_until_healthy,
 )
+from forks import Program
 from helpers import until
 from small_models import make_model
 from vua.storage.description import descriptions
@@ -58,7 +58,7 @@ class ServeTest(ServerTest):
     @pytest.mark.thorough
     def test_server(self) -> None:
         """A server loads what another engine stored, and gives the tokens of one without VUA."""
-        with starting(self.root, transfer(), forked=True) as ready:
+        with starting(self.root, transfer()) as ready:
             (expected,) = self.baseline(Batch([PROMPT]))
             self.serve(Batch([PROMPT]))
             (address,) = ready()
@@ -86,14 +86,14 @@ class ServeTest(ServerTest):
         """
         sizes = {"hidden_size": 512, "layers": 4, "heads": 8, "kv_heads": 4, "head_dim": 64}
         model, prompt = make_model(models() / "slow", seed=2, **sizes), tokens(1900, seed=3)
-        with starting(self.root, transfer(), forked=True, model=model) as ready:
+        with starting(self.root, transfer(), model=model) as ready:
             (address,) = ready()
             expected = complete(address, prompt)
             until(lambda: len(stored(self.root)) == 29)
             for start in range(3):  # the first prefill is slower
                 complete(address, [start + 1, *prompt])
             until(lambda: complete(address, PROMPT[:70]) and self.prefills() >= 3)
-        with starting(self.root, transfer(), forked=True, model=model) as ready:
+        with starting(self.root, transfer(), model=model) as ready:
             (address,) = ready()
 
             def took_s(**asked: Any) -> float:
@@ -212,31 +212,19 @@ ROLES = transfer(kv_role="kv_producer"), transfer(kv_role="kv_consumer")
 @contextmanager
 def proxy(prefill: str, decode: str) -> Iterator[str]:
     port = free_port()
-    process = subprocess.Popen(
-        [
-            *(sys.executable, str(PROXY), "--port", str(port)),
-            *("--prefill", prefill, "--decode", decode, "--wait-s", "20"),
-        ],
-        env=dict(os.environ),
-        stderr=subprocess.DEVNULL,
-        start_new_session=True,
-    )
-    try:
-        address = f"http://127.0.0.1:{port}"
-        if not wait_until_healthy(process, address):
-            raise AssertionError("no proxy")
+    address = f"http://127.0.0.1:{port}"
+    command = [sys.executable, str(PROXY), "--port", str(port), "--prefill", prefill]
+    with Program([*command, "--decode", decode, "--wait-s", "20"], os.environ) as process:
+        process.until(partial(healthy, address))
         yield address
-    finally:
-        kill(process)
 
 
-@pytest.mark.thorough
 @unittest.skipUnless(PROXY.exists(), "not in a checkout")
 class DisaggregatedTest(ServerTest):
     def test_two_requests(self) -> None:
         """What one computes and stores the other loads, of each prompt; with noise it shows."""
         prompts = [PROMPT, PROMPT[::-1]]
-        with starting(self.root, *ROLES, forked=True) as ready:
+        with starting(self.root, *ROLES) as ready:
             expected = self.baseline(Batch(prompts[:1]), Batch(prompts[1:]))
             prefill, decode = ready()
             with proxy(prefill, decode) as address:
@@ -252,32 +240,6 @@ class DisaggregatedTest(ServerTest):
         self.assertEqual(20, len(stored(self.root)))
 
 
-@pytest.mark.thorough
-@unittest.skipUnless(PROXY.exists(), "not in a checkout")
-class ProxyTest(unittest.TestCase):
-    def setUp(self) -> None:
-        spec = spec_from_file_location("proxy", PROXY)
-        assert spec is not None
-        assert spec.loader is not None
-        self.proxy: Any = module_from_spec(spec)
-        spec.loader.exec_module(self.proxy)
-
-    def test_for_prefill(self) -> None:
-        """The prefill is asked for one token, whatever the client wanted of the answer."""
-        body = {"prompt": "p", "max_tokens": 9, "stream": True, "stream_options": {}, "n": 2}
-
-        self.assertEqual(
-            {"prompt": "p", "max_tokens": 1, "stream": False}, self.proxy.for_prefill(body)
-        )
-
-    def test_for_decode(self) -> None:
-        """The decode server is told to wait; what the client says itself stays."""
-        waits = {"prompt": "p", "kv_transfer_params": {"vua": {"wait_s": 5.0}}}
-        self.assertEqual(waits, self.proxy.for_decode({"prompt": "p"}, 5.0))
-        given = {"kv_transfer_params": {"x": 1, "vua": {"wait_s": 0, "pin": True}}}
-        self.assertEqual(given, self.proxy.for_decode(given, 5.0))
-
-
 REPLICAS = ["--data-parallel-size", "2", "--api-server-count", "1", *transfer()]
 """Forks of several API servers would have no metrics: those are collected as new processes."""
 OTHER = PROMPT[::-1]
@@ -288,7 +250,7 @@ UNTIL_STORED = {"vua": {"wait_s": 20}}
 class ReplicasTest(ServerTest):
     def test_two_replicas(self) -> None:
         """Each replica loads what the other one stored: the same tokens, and others of noise."""
-        with starting(self.root, REPLICAS, forked=True) as ready:
+        with starting(self.root, REPLICAS) as ready:
             expected = self.baseline(Batch([PROMPT]), Batch([OTHER]))
             (address,) = ready()
             for at, (prompt, first, second) in enumerate(((PROMPT, 0, 1), (OTHER, 1, 0))):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import random
 import shutil
 import tempfile
 import unittest
@@ -13,7 +12,7 @@ from uuid import NAMESPACE_URL, uuid5
 
 import pytest
 
-from e2e.checkpoints import SIZES, copied, edit, generate, scaled
+from e2e.checkpoints import SIZES, copied, generate, scaled
 from e2e.damage import CHUNK, chunk_files, flip, stored, vanish
 from e2e.harness import Batch, Phase, Served, llama, make, models, run, tokens
 from e2e.kinds import strong_adapter
@@ -35,11 +34,6 @@ CHUNKS = 5
 def prompt(seed: int) -> list[int]:
     """Five chunks, and a few tokens of a sixth."""
     return tokens(CHUNKS * CHUNK + 15, seed)
-
-
-def by_transformers(root: Path, ids: list[int], new: int) -> tuple[int, list[int]]:
-    """Generate with transformers: (tokens loaded, tokens generated); the prompt is stored."""
-    return generate(llama(), root, ids, new=new)
 
 
 def by_vllm(root: Path, prompts: list[list[int]], new: int) -> Served:
@@ -119,13 +113,6 @@ class SGLangTest(unittest.TestCase):
             self.assert_loaded(answer, cold.tokens, chunks)
         self.server.forget()
         self.assert_loaded(self.server.ask(ids, new=NEW), cold.tokens, 0)
-
-    def test_transformers(self) -> None:
-        """Transformers loads what SGLang stored."""
-        ids = prompt(4)
-        cold = self.fill(ids)
-        loaded, found = by_transformers(self.root, ids, NEW)
-        self.assertEqual((CHUNKS * CHUNK, cold.tokens), (loaded, found))
 
     def test_vllm(self) -> None:
         """SGLang loads what vLLM stored after one comparison; vLLM nothing of SGLang's."""
@@ -243,23 +230,34 @@ def mellum() -> Path:
 
 
 def long_prompt(seed: int) -> list[int]:
-    return random.Random(seed).choices(range(5, 500), k=WHOLE + REST)
+    return tokens(WHOLE + REST, seed)
+
+
+@needs_sglang
+class SchedulersTest(unittest.TestCase):
+    """One directory for all tests of a class, and a process whose forks run schedulers."""
+
+    sglang: ClassVar[Schedulers]
+    root: ClassVar[Path]
+
+    @classmethod
+    def setUpClass(cls) -> None:
+        cls.root = Path(tempfile.mkdtemp(prefix="vua-test-")) / "kv"
+        cls.addClassCleanup(shutil.rmtree, cls.root.parent, ignore_errors=True)
+        cls.sglang = Schedulers()
+        cls.addClassCleanup(cls.sglang.close)
 
 
 @pytest.mark.thorough
-@needs_sglang
-class WindowsTest(unittest.TestCase):
-    sglang: ClassVar[Schedulers]
-    root: ClassVar[Path]
+class WindowsTest(SchedulersTest):
+    """A model with windows; each test has prompts of its own."""
+
     model: ClassVar[Path]
 
     @classmethod
     def setUpClass(cls) -> None:
-        """One directory for all tests, each with prompts of its own."""
-        cls.root = Path(tempfile.mkdtemp(prefix="vua-test-"))
-        cls.addClassCleanup(shutil.rmtree, cls.root, ignore_errors=True)
-        cls.model, cls.sglang = mellum(), Schedulers()
-        cls.addClassCleanup(cls.sglang.close)
+        super().setUpClass()
+        cls.model = mellum()
 
     def ask(self, *prompts: list[int]) -> list[dict[str, Any]]:
         """What a fresh server answers to prompts; what it computes is stored before the next."""
@@ -316,9 +314,7 @@ class WindowsTest(unittest.TestCase):
                 self.assertEqual([cold["tokens"]] * 2, [one["tokens"] for one in answers])
 
 
-CHUNKS = 5
 PROMPT = tokens(CHUNKS * CHUNK + 5, seed=1)
-MORE = 8
 ASK = {"ask": PROMPT, "new": MORE}
 
 
@@ -335,10 +331,7 @@ def hooks(factor: float) -> list[dict[str, Any]]:
 
 
 @pytest.mark.thorough
-@needs_sglang
-class IdentityTest(unittest.TestCase):
-    sglang: ClassVar[Schedulers]
-    root: ClassVar[Path]
+class IdentityTest(SchedulersTest):
     tokens: ClassVar[list[int]]
     """What a plain server says to the prompt."""
     namespace: ClassVar[str]
@@ -347,10 +340,7 @@ class IdentityTest(unittest.TestCase):
     @classmethod
     def setUpClass(cls) -> None:
         """A plain server stores the prompt in the directory for all."""
-        cls.root = Path(tempfile.mkdtemp(prefix="vua-test-")) / "kv"
-        cls.addClassCleanup(shutil.rmtree, cls.root.parent, ignore_errors=True)
-        cls.sglang = Schedulers()
-        cls.addClassCleanup(cls.sglang.close)
+        super().setUpClass()
         [answer] = cls.serve(ASK)
         cls.tokens = answer["tokens"]
         cls.namespace = stored(cls.root)[0].relative_to(cls.root).parts[0]
@@ -420,17 +410,6 @@ class IdentityTest(unittest.TestCase):
     def test_package(self) -> None:
         """So does one whose model class is somebody's."""
         self.assert_own(variables={"SGLANG_EXTERNAL_MODEL_PACKAGE": "e2e.sglang_models"})
-
-    def test_config_file(self) -> None:
-        """So does one with its configuration in another file, by that file's content."""
-        model = copied(llama(), self.root.parent / "decrypted")
-        other = model / "decrypted.json"
-        seen = []
-        for epsilon in (0.5, 0.9):
-            shutil.copy(model / "config.json", other)
-            edit(other, rms_norm_eps=epsilon)
-            seen.append(self.assert_own(decrypted_config_file=other.name, model=model))
-        self.assertNotEqual(*seen)
 
     def test_updates(self) -> None:
         """After an update nothing is loaded or stored, not even when the weights are back."""

@@ -1,7 +1,8 @@
 """The witness in real engines: confusions that the identity does not see are found at once.
 
-Each confusion gives two engines that compute different things one identity (`trouble`'s
-"one_identity"); what the first has stored the second must not load, not even for its first prompt.
+Each confusion gives two engines that compute different things one identity
+(`trouble.one_identity`); what the first has stored the second must not load, not even for its first
+prompt.
 """
 
 from __future__ import annotations
@@ -10,34 +11,35 @@ import re
 import shutil
 import tempfile
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 
-from e2e.checkpoints import IMAGE_TOKEN, make_adapter, make_variant
+from e2e.checkpoints import make_adapter, make_variant
 from e2e.harness import (
     PROMPT,
     SETTLE,
     Batch,
     EngineTest,
     Served,
-    make_llava,
     run,
     tokens,
 )
+from e2e.trouble import halves, one_identity
 from small_models import make_model
 from vua.weights.fingerprint import write_note
 
 pytestmark = pytest.mark.vllm
 
 OTHER = tokens(700, seed=9)
-LOOK = [*tokens(128, seed=2), IMAGE_TOKEN, *tokens(200, seed=3)]
 EVERY = {
     "witness_every": 1000,
     "timeouts": {"lookup_s": 30.0},
 }  # whatever a busy machine makes of it
-ONE_IDENTITY = {"one_identity": True}
+SAMPLE = "vua.weights.content._SAMPLE_NBYTES"
 REPLACED = "vllm.model_executor.layers.linear.UnquantizedLinearMethod.apply"
 WEIGHTS = ("tuned 1 %", "V scaled by 1.05", "K scaled by 1.05")
 """`benchmarks/witness.py` measures all kinds; larger changes of a kind are easier to see."""
@@ -96,7 +98,7 @@ class WitnessTest(EngineTest):
         for at, name in enumerate((REPLACED, "")):
             with self.subTest(name):
                 root = self.folder / f"{at}"
-                trouble = {"halves": [name]} if name else {}
+                trouble = [partial(halves, name)] if name else []
                 self.engine(PROMPT, OTHER, root=root, trouble=trouble)
                 clean = self.engine(PROMPT, OTHER, root=root)
                 again = self.engine(PROMPT, OTHER, root=root, trouble=trouble)
@@ -134,7 +136,9 @@ class WitnessTest(EngineTest):
                         "XDG_CACHE_HOME": str(self.folder / f"home{pod}"),
                         "HOSTNAME": f"pod{pod}",
                     },
-                    trouble={"sample_nbytes": 1 << 10},  # 64 MiB of a model that is not tiny
+                    trouble=[
+                        partial(mock.patch, SAMPLE, 1 << 10)
+                    ],  # 64 MiB of a model that is not tiny
                 )
             )
             self.assertIsNone(served.problem)
@@ -173,41 +177,16 @@ class WitnessTest(EngineTest):
         self.assertEqual(8, len(found))
         self.assert_all_found(found)
 
-    @pytest.mark.thorough
-    def test_pictures(self) -> None:
-        """Nor is a picture taken for another one, or for itself otherwise prepared."""
-        model = make_llava(self.folder / "llava")
-        found: dict[str, str] = {}
-        self.look(model)
-        self.ask(found, "block size", lambda: self.look(model, {"block_size": 64}))
-        self.ask(found, "another picture", lambda: self.look(model, image=2))
-        changes: dict[str, dict[str, Any]] = {
-            "processor": {"mm_processor_kwargs": {"do_normalize": False}},
-            "layer of the tower": {"hf_overrides": {"vision_feature_layer": -1}},
-        }
-        for name, engine in changes.items():
-            self.ask(found, name, lambda e=engine: self.look(model, e))  # type: ignore[misc]
-
-        self.assert_all_found(found)
-
     def assert_all_found(self, found: dict[str, str]) -> None:
         """All confusions were found in the first prompt, and the control is none."""
         missed = {name: said for name, said in found.items() if "explains" not in said}
         self.assertEqual({"block size": "loaded"}, missed)
 
-    def look(self, model: Path, changes: dict[str, Any] | None = None, image: int = 1) -> Served:
-        engine = {"model": str(model), "skip_tokenizer_init": False, **(changes or {})}
-        batch = Batch([LOOK], images=[image])
-        settings = {"engine": engine, "extra": EVERY, "trouble": ONE_IDENTITY}
-        (served,) = run(self.phase(batch, SETTLE, batch, **settings))
-        self.assertIsNone(served.problem)
-        return served
-
     def confused(self, model: Path, **settings: Any) -> Served:
         engine = {"model": str(model), "dtype": "bfloat16", **settings.pop("engine", {})}
         if settings.get("lora"):
             engine |= {"enable_lora": True, "max_lora_rank": 16}
-        return self.engine(PROMPT, OTHER, engine=engine, trouble=ONE_IDENTITY, **settings)
+        return self.engine(PROMPT, OTHER, engine=engine, trouble=[one_identity], **settings)
 
     def ask(self, found: dict[str, str], name: str, what: Callable[[], Served]) -> None:
         """Note what an engine made of what it found."""

@@ -7,8 +7,8 @@ import pkgutil
 import secrets
 import threading
 import zlib
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,32 +19,7 @@ from packaging.version import Version
 
 
 @contextmanager
-def trouble(described: dict[str, Any]) -> Iterator[None]:
-    """Bring the trouble that a phase describes until this ends.
-
-    Args:
-        described: "raises": names of functions and classes that raise an error of two lines
-            whenever they are called; "does_nothing": names of functions that return None;
-            "halves": names of functions that are replaced by ones with half their results;
-            "preempt_every": steps after which all running requests are thrown out; "one_identity":
-            whatever the model, the adapter and the image, all is stored under the same names;
-            "another_setup": this engine runs other code than those that stored before;
-            "newer": this vLLM came after those that were run; "late": the weights are known once a
-            prompt waits; "sample_nbytes": so much is read to check a note beside the weights.
-    """
-    with ExitStack() as stack:
-        for one in _patches(described):
-            stack.enter_context(one)
-        if "preempt_every" in described:
-            stack.enter_context(_preemptions(described["preempt_every"]))
-        begins = {"late": _late_weights, "one_identity": _one_identity}
-        for name in begins.keys() & described.keys():
-            stack.enter_context(begins[name]())
-        yield
-
-
-@contextmanager
-def _late_weights() -> Iterator[None]:
+def late_weights() -> Iterator[None]:
     """Keep every search for the weights from ending before chunks wait to be written."""
     from vua.connector.write_queue import WriteQueue
     from vua.weights import Weights
@@ -70,27 +45,26 @@ def _late_weights() -> Iterator[None]:
         yield
 
 
-def _patches(described: dict[str, Any]) -> Iterator[Any]:
-    """Yield what replaces single functions and values."""
-    for name in described.get("raises", ()):
-        yield mock.patch(name, side_effect=RuntimeError(f"{name}\nraises this"))
-    for name in described.get("does_nothing", ()):
-        yield mock.patch(name, return_value=None)
-    for name in described.get("halves", ()):
-        yield _halved(name)
-    if described.get("another_setup"):
-        from vua.connector.setup import Code
-
-        other = Code(secrets.token_hex(32), set())
-        yield mock.patch("vua.vllm.offloading.code_of", return_value=other)
-    if "sample_nbytes" in described:
-        yield mock.patch("vua.weights.content._SAMPLE_NBYTES", described["sample_nbytes"])
-    if described.get("newer"):
-        yield mock.patch("vua.vllm.support.NEWEST", Version("0.27"))
+def raises(name: str) -> Any:
+    """A function or class raises an error of two lines whenever it is called."""
+    return mock.patch(name, side_effect=RuntimeError(f"{name}\nraises this"))
 
 
-def _halved(name: str) -> Any:
-    """Replace a function by one that halves its result."""
+def another_setup() -> Any:
+    """This engine runs other code than those that stored before."""
+    from vua.connector.setup import Code
+
+    other = Code(secrets.token_hex(32), set())
+    return mock.patch("vua.vllm.offloading.code_of", return_value=other)
+
+
+def newer() -> Any:
+    """This vLLM came after those that were run."""
+    return mock.patch("vua.vllm.support.NEWEST", Version("0.27"))
+
+
+def halves(name: str) -> Any:
+    """A function gives half its result."""
     place, _, last = name.rpartition(".")
     original = getattr(pkgutil.resolve_name(place), last)
 
@@ -101,7 +75,7 @@ def _halved(name: str) -> Any:
 
 
 @contextmanager
-def _one_identity() -> Iterator[None]:
+def one_identity() -> Iterator[None]:
     """Give all engines one namespace (per epoch), and prompts names by their tokens alone.
 
     Each engine has a setup of its own.
@@ -128,7 +102,7 @@ def _one_identity() -> Iterator[None]:
 
 
 @contextmanager
-def _preemptions(every: int) -> Iterator[None]:
+def preempted(every: int) -> Iterator[None]:
     """Throw all running requests out, and what vLLM has in its prefix cache, every so often.
 
     As vLLM does it for new weights; it cannot while a load is running, or while what an ended
@@ -162,27 +136,17 @@ def adapter(path: str | None) -> Any:
     return path and LoRARequest(Path(path).name, 1 + zlib.crc32(path.encode()), path)
 
 
-def change_memory(llm: Any, how: str, source: str) -> None:
-    """Change something.
-
-    Args:
-        llm: the engine.
-        how: a name of `_WAYS`.
-        source: the directory of a checkpoint or adapter with other content.
-    """
-    _WAYS[how](llm, Path(source))
-
-
-def _apply(llm: Any, source: Path) -> None:
+def apply(llm: Any, source: Path) -> None:
+    """A function for the model."""
     llm.apply_model(lambda model: write(model, source))
 
 
-def _function(llm: Any, source: Path) -> None:
+def by_function(llm: Any, source: Path) -> None:
     """A function for the worker, which writes past PyTorch's counters."""
     llm.collective_rpc(lambda worker: write(worker.model_runner.model, source))
 
 
-def _update(llm: Any, source: Path) -> None:
+def update(llm: Any, source: Path) -> None:
     """A session of vLLM's weight updates, as trainers of reinforcement learning begin them."""
     llm.init_weight_transfer_engine({"init_info": {}})
     llm.start_weight_update()
@@ -190,7 +154,7 @@ def _update(llm: Any, source: Path) -> None:
     llm.finish_weight_update()
 
 
-def _sleep(llm: Any, source: Path) -> None:
+def sleep(llm: Any, source: Path) -> None:
     """A sleep, during which a trainer may bring other weights. vLLM keeps them in place on CPUs."""
     llm.sleep(level=1)
     if source.name:
@@ -199,7 +163,7 @@ def _sleep(llm: Any, source: Path) -> None:
     llm.wake_up()
 
 
-def _behind(llm: Any, source: Path) -> None:
+def behind(llm: Any, source: Path) -> None:
     """Somebody who has had a reference to the model all the time: the engine itself has one."""
     _, _, (model,), _ = llm.llm_engine._finalizer.peek()
     write(model(), source)
@@ -216,21 +180,11 @@ def write(model: Any, source: Path) -> None:
     model.get_parameter(name).data.copy_(load_file(source / "model.safetensors")[name])
 
 
-def _add(llm: Any, source: Path) -> None:
+def add(llm: Any, source: Path) -> None:
     """Load an adapter under the number and name that its directory has, anew if it is there."""
     request = adapter(str(source))
     request.load_inplace = True
     llm.llm_engine.add_lora(request)
-
-
-_WAYS: dict[str, Callable[..., None]] = {
-    "apply": _apply,
-    "function": _function,
-    "update": _update,
-    "behind": _behind,
-    "sleep": _sleep,
-    "add": _add,
-}
 
 
 @contextmanager
