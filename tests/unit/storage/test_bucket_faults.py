@@ -11,6 +11,7 @@ import unittest
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
+from typing import Final
 
 import pytest
 import torch
@@ -18,7 +19,6 @@ import torch
 from buckets import moto, seaweedfs, speaking_to
 from commands import run, run_json
 from helpers import DirectoryTest, caches_of, kv_bits
-from proxied import CHUNKS, CONFIG, KV, TOKENS, ProxiedTest
 from proxy import HARMS, REFUSALS, FaultyProxy
 from vua.core import VUA, VUAConfig
 from vua.errors import StorageError
@@ -38,6 +38,30 @@ SAID = {
 """What an operator reads."""
 BOUND_S = 60.0
 """Far more than the 4 s of trying again, since a test may run on a slow machine."""
+CHUNKS: Final = 8
+CONFIG: Final = VUAConfig(split_factor=16, model="tiny")
+TOKENS: Final = torch.arange(16 * CHUNKS)
+KV: Final = caches_of(layers=2, heads=2, tokens=16 * CHUNKS, dim=64, seed=1)
+
+
+class ProxiedTest(DirectoryTest):
+    """The prompt was stored without harm."""
+
+    def setUp(self) -> None:
+        super().setUp()
+        self.proxy = FaultyProxy(seaweedfs().endpoint)
+        self.addCleanup(self.proxy.close)
+        self.enterContext(speaking_to(self.proxy.endpoint))
+        self.url = seaweedfs().place()
+        with VUA(CONFIG, self.url) as vua:
+            self.assertEqual(CHUNKS, vua.put(TOKENS, KV))
+
+    def found_by(self, vua: VUA) -> int:
+        """How many tokens of the prompt are found; they are right."""
+        found = vua.get_closest(TOKENS)
+        tokens = found.num_tokens
+        self.assertEqual(kv_bits(KV, tokens) if tokens else [], kv_bits(found.data))
+        return tokens
 
 
 class FaultTest(ProxiedTest):
