@@ -228,28 +228,28 @@ class User:
         self.url = f"s3://vua/{self.name}"
         self.requests: list[tuple[str, dict[str, list[str]]]] = []
         """Methods and queries of what was sent."""
-        self._server = moto()
+        self.server = moto()
         admin = {"aws_access_key_id": "any", "aws_secret_access_key": "any"}
         self._iam = boto3.session.Session().client(
-            "iam", endpoint_url=self._server, region_name="us-east-1", **admin
+            "iam", endpoint_url=self.server, region_name="us-east-1", **admin
         )
         self._iam.create_user(UserName=self.name)
-        self._key = self._iam.create_access_key(UserName=self.name)["AccessKey"]
+        self.key = self._iam.create_access_key(UserName=self.name)["AccessKey"]
 
     @classmethod
     @contextmanager
     def here(cls) -> Iterator[User]:
         """A user as whom this process speaks to the bucket."""
         user = cls()
-        proxy = FaultyProxy(user._server, user._note)
+        proxy = FaultyProxy(user.server, user.note)
         keys = {
-            "AWS_ACCESS_KEY_ID": user._key["AccessKeyId"],
-            "AWS_SECRET_ACCESS_KEY": user._key["SecretAccessKey"],
+            "AWS_ACCESS_KEY_ID": user.key["AccessKeyId"],
+            "AWS_SECRET_ACCESS_KEY": user.key["SecretAccessKey"],
         }
         with closing(proxy), speaking_to(proxy.endpoint, **keys):
             yield user
 
-    def _note(self, number: int, method: str, path: str) -> str:
+    def note(self, number: int, method: str, path: str) -> str:
         del number
         self.requests.append((method, parse_qs(urlsplit(path).query, keep_blank_values=True)))
         return ""
