@@ -69,7 +69,7 @@ CLASSES = "tests/e2e/test_classes.py::TestClasses::test_"
 TIER = "tests/e2e/test_doors.py::TierTest::test_"
 CONNECTOR = "tests/e2e/test_doors.py::ConnectorTest::test_"
 LENT = "CPU, tier"
-ARCHITECTURES, ALONE = "tests/e2e/test_architectures.py::", "CPU, alone"
+ARCHITECTURES, ALONE = "tests/e2e/test_classes.py::", "CPU, alone"
 PAGES_OF = "tests/unit/vllm/test_refusals.py::"
 LEFT = "left to the tier"
 
