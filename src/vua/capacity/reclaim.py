@@ -185,16 +185,21 @@ class Reclaimer:
 
         Returns at once if there is space, after twice ``_WAIT_S`` at the latest if not.
         """
+        estimate = self._estimate
         with self._changed:
             self._note_move()
             if time.monotonic() < self._paused_until_s:
                 return False
             self.note_request(nbytes, before_ns, files)
-            has_space = not self._estimate.is_stale and self._estimate.missing(nbytes) <= 0
+            may_look = estimate.is_stale and estimate.limits is not None
+        if may_look:
+            estimate.look(nbytes)
+        with self._changed:
+            has_space = not estimate.is_stale and estimate.missing(nbytes) <= 0
             if has_space:
-                self._estimate.reserve(nbytes, files)
+                estimate.reserve(nbytes, files)
         granted = has_space or self._evict_for(nbytes, before_ns, files)
-        if granted or self._estimate.chunks > AT_ONCE:
+        if granted or estimate.chunks > AT_ONCE:
             self._wake()
         return granted
 
@@ -202,7 +207,7 @@ class Reclaimer:
         self, nbytes: int, before_ns: int | None, files: int, *, full: bool = False
     ) -> bool:
         """Make space on this thread and reserve it, unless an eviction before hangs."""
-        granted, lock = False, self._evictor.lock
+        began_s, granted, lock = time.monotonic(), False, self._evictor.lock
         if self._closed:
             return False
         if not lock.acquire(timeout=0.0 if self._too_slow else _WAIT_S):
@@ -218,7 +223,8 @@ class Reclaimer:
         except StoppedError:
             self._cannot_wait()
             self._estimate.doubt()
-            self._paused_until_s = time.monotonic() + 10 * _WAIT_S
+            now_s = time.monotonic()
+            self._paused_until_s = now_s + min(now_s - began_s, _WAIT_S)
         finally:
             self._stop_s = math.inf
             lock.release()

@@ -2,9 +2,10 @@
 
 Unreadable parts count as present: a limit whose excess stays unseen would be useless.
 
-A process measures again whenever it has written 1/32768 to 1/128 of the limit: more often
-the less its estimate agreed with what was found. It begins with the least. So a thousand writers
-that start together stay within the limit plus a few percent.
+Whenever a process has written 1/32768 to 1/128 of the limit it asks the disk how much others wrote
+since the last measurement, and measures again where that may be too much, or where the disk does
+not tell: more often the less its estimate agreed with what was found. It begins with the least. So
+a thousand writers that start together stay within the limit plus a few percent.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ TOLERANCE: Final = 0.02
 """Share of the limit by which it may be exceeded while it is being evicted from."""
 
 _INTERVAL_SHARES: Final = (1 / 32768, 1 / 128)
-"""Shares of the limit that may be written between two measurements: the fewest, the most."""
+"""Shares of the limit that may be written between two looks or measurements: fewest, most."""
 _AGREED_SHARE: Final = 1 / 200
 """An estimate that is off by less than this share of the limit makes the interval longer."""
 _DOUBT_COST_RATIO: Final = 20
@@ -151,6 +152,10 @@ def _names_in(space: Space, fan: str) -> ChunkNames | None:
     return None if problems else found
 
 
+def _part_bytes(limits: ResolvedLimits, share: float) -> float:
+    return limits.max_bytes * share * random.uniform(0.5, 1.0)  # noqa: S311
+
+
 class UsageEstimate:
     """An estimate. Only :meth:`measure` reads the directory; call it from one thread at a time.
 
@@ -167,18 +172,19 @@ class UsageEstimate:
         """How many there are, at the last measurement."""
         self.is_unknown = False
         """Whether this process lacked the descriptors for the last measurement."""
-        self.used_bytes = self._free_bytes = self._unmeasured_bytes = self._reserved_bytes = 0
+        self.used_bytes = self._free_bytes = self._unseen_bytes = self._reserved_bytes = 0
+        self._unmeasured_bytes = self._measured_free_bytes = self._measured_sum_bytes = 0
         self._free_inodes: int | None = None
         """None where the file system does not count them."""
         self._nbytes_per_inode = _INODE_NBYTES
         self._reserved_files = 0
-        self._interval_bytes, self._share = 0.0, _INTERVAL_SHARES[0]
+        self._interval_bytes, self._ageing_bytes, self._share = 0.0, 0.0, _INTERVAL_SHARES[0]
         self._measured_at_s = self._cost_s = 0.0
 
     def forget(self) -> None:
         """Forget everything except writes in progress: the directory is gone, or another one."""
         self.limits = None
-        self.used_bytes = self._unmeasured_bytes = self._reserved_bytes
+        self.used_bytes = self._unseen_bytes = self._reserved_bytes
         self._free_bytes = -self._reserved_bytes
 
     def missing(self, nbytes: int) -> int:
@@ -200,6 +206,7 @@ class UsageEstimate:
 
     def count_request(self, nbytes: int, files: int = 1) -> None:
         """Count a writer's request, which brings the next measurement nearer."""
+        self._unseen_bytes += nbytes
         self._unmeasured_bytes += nbytes
         per_inode = nbytes // (INODES_PER_CHUNK * files)
         self._nbytes_per_inode = max(1, min(self._nbytes_per_inode, per_inode))
@@ -234,18 +241,50 @@ class UsageEstimate:
 
     @property
     def is_stale(self) -> bool:
-        """Whether nothing may be written before the next measurement."""
-        return self.limits is None or self._unmeasured_bytes >= self._interval_bytes
+        """Whether nothing may be written before the next look or measurement."""
+        return self.limits is None or self._unseen_bytes >= self._interval_bytes
 
     @property
     def is_ageing(self) -> bool:
         """Whether it is time to measure, before a writer has to wait for it."""
-        return self.limits is None or self._unmeasured_bytes >= self._interval_bytes / 2
+        return self.limits is None or self._unmeasured_bytes >= self._ageing_bytes
+
+    def _is_worth_it(self) -> bool:
+        return time.monotonic() - self._measured_at_s > _DOUBT_COST_RATIO * self._cost_s
 
     def doubt(self) -> None:
         """Measure before the next write, unless that was done a moment ago."""
-        if time.monotonic() - self._measured_at_s > _DOUBT_COST_RATIO * self._cost_s:
+        if self._is_worth_it():
             self._interval_bytes = 0.0
+
+    def look(self, nbytes: int) -> None:
+        """Ask the disk in place of a measurement: it is not stale if that agrees.
+
+        It stays stale if what others wrote takes the space for ``nbytes``, and where the disk shows
+        not even that this process wrote.
+        """
+        self.ask_disk()
+        with self._lock:
+            if (limits := self.limits) is None:
+                return
+            if self._free_bytes + self._reserved_bytes == self._measured_free_bytes:
+                return
+            others = self._measured_sum_bytes - self.used_bytes - self._free_bytes
+            if self.missing(nbytes) <= 0 < self.missing(nbytes + others):
+                return
+            agreed = self._agree(abs(others), limits)
+            if not agreed and self._is_worth_it():
+                self._ageing_bytes = 0.0
+            if agreed or self.missing(nbytes) <= 0:
+                self._unseen_bytes = 0
+
+    def _agree(self, gap_bytes: int, limits: ResolvedLimits) -> bool:
+        """Lengthen the interval, or shorten it where the estimate is off by too much."""
+        low, high = _INTERVAL_SHARES
+        agreed = gap_bytes < _AGREED_SHARE * limits.max_bytes
+        self._share = min(2 * self._share, high) if agreed else max(self._share / 2, low)
+        self._interval_bytes = _part_bytes(limits, self._share)
+        return agreed
 
     def ask_disk(self) -> None:
         """Look how much is free, by one call: files take more of a disk than their own bytes."""
@@ -280,15 +319,14 @@ class UsageEstimate:
             return
         with self._lock:
             unseen += max(0, self.used_bytes - before)  # written meanwhile, and perhaps not seen
-            gap = abs(used_bytes - before) / max(1, limits.max_bytes)
-            low, high = _INTERVAL_SHARES
-            agreed = gap < _AGREED_SHARE
-            self._share = min(2 * self._share, high) if agreed else max(self._share / 2, low)
-            part = limits.max_bytes * self._share * random.uniform(0.5, 1.0)  # noqa: S311
-            self._interval_bytes = part
             self.limits, self.chunks = limits, usage.chunks
-            self.used_bytes, self._unmeasured_bytes = used_bytes + unseen, unseen
-            self._free_bytes = status.f_bavail * status.f_frsize - unseen
+            self._agree(abs(used_bytes - before), limits)
+            self._ageing_bytes = _part_bytes(limits, _INTERVAL_SHARES[1])
+            self.used_bytes = used_bytes + unseen
+            self._unseen_bytes = self._unmeasured_bytes = unseen
+            self._measured_free_bytes = status.f_bavail * status.f_frsize
+            self._free_bytes = self._measured_free_bytes - unseen
+            self._measured_sum_bytes = used_bytes + self._measured_free_bytes
             self._nbytes_per_inode = nbytes_per_inode(usage)
             self._count_inodes(status)
             self._measured_at_s = time.monotonic()

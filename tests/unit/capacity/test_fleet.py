@@ -54,18 +54,21 @@ class TestLimit(DirectoryTest):
     most, nbytes = 10**12, 10**7
     """A thousand processes with such chunks are as many bytes as ten thousand with smaller ones."""
 
-    def peak(self, processes: int) -> float:
-        """What is stored at most, over the limit: all measure what is due, and then all write."""
+    def peak(self, processes: int, *, tells: bool) -> float:
+        """What is stored at most, over the limit: all measure what is due, and then all write.
+
+        ``tells``: whether the disk shows what is written; then hardly any measures.
+        """
         limits = Limits(max_bytes=self.most, min_free_bytes=0)
         fleet = [
             UsageEstimate(self.root, limits, threading.Condition(threading.RLock()))
             for _ in range(processes)
         ]
         stored, before = int(0.97 * self.most), -1
-        free = {"f_blocks": 1 << 60, "f_bfree": 1 << 60, "f_bavail": 1 << 60, "f_frsize": 1}
-        disk = SimpleNamespace(**free, f_files=0, f_favail=0, f_ffree=0)
+        self.measured = 0
 
         def measure(_: object) -> Usage:
+            self.measured += 1
             return Usage(stored, stored // self.nbytes, exact=True)
 
         size = mock.patch("vua.capacity.usage.measure", measure)
@@ -75,13 +78,16 @@ class TestLimit(DirectoryTest):
             return resolved
 
         def statvfs(_: object) -> SimpleNamespace:
-            return disk
+            free_nbytes = (1 << 60) - tells * stored
+            return SimpleNamespace(f_bavail=free_nbytes, f_frsize=1, f_files=0)
 
         known = mock.patch.object(ResolvedLimits, "of", of)
         with size, known, mock.patch("os.statvfs", statvfs):
             while before != stored and stored < 1.1 * self.most:
                 for one in fleet:
                     one.count_request(self.nbytes)
+                    if one.is_stale and one.limits is not None:
+                        one.look(self.nbytes)
                     if one.is_stale:
                         one.measure(print)
                 before = stored
@@ -95,6 +101,14 @@ class TestLimit(DirectoryTest):
     @pytest.mark.thorough
     def test_a_thousand(self) -> None:
         """They keep to the limit, but for 5 %; control: not if each begins with 1/512 of it."""
-        self.assertLessEqual(self.peak(1000), 1.05)
-        with mock.patch("vua.capacity.usage._INTERVAL_SHARES", (1 / 512, 1 / 128)):
-            self.assertGreater(self.peak(1000), 1.05)
+        for tells in (False, True):
+            self.assertLessEqual(self.peak(1000, tells=tells), 1.05)
+            with mock.patch("vua.capacity.usage._INTERVAL_SHARES", (1 / 512, 1 / 128)):
+                self.assertGreater(self.peak(1000, tells=tells), 1.05)
+
+    def test_a_disk_that_tells(self) -> None:
+        """Two measure once or twice each, and keep to the limit; else they measure often."""
+        self.assertLessEqual(self.peak(2, tells=True), 1.001)
+        few = self.measured
+        self.peak(2, tells=False)
+        self.assertLess(5 * few, self.measured)

@@ -137,6 +137,22 @@ class TestReclaim(DirectoryTest):
         self.assertLessEqual(self.occupied(), 100 * LARGE)
         self.assertGreaterEqual(cache.capacity.counts["chunks_refused"], 2)
 
+    def test_stopped(self) -> None:
+        """After an eviction that took too long storing pauses for about as long."""
+        cache, real = self.fill(100, 100), evictor.delete_chunks
+
+        def delete(*args: Any, **options: Any) -> Any:
+            time.sleep(0.5)
+            return real(*args, **options)
+
+        with mock.patch("vua.capacity.reclaim._WAIT_S", 0.4), self.assertLogs("vua", "WARNING"):
+            with mock.patch.object(evictor, "delete_chunks", delete):
+                self.assertFalse(self.save(cache, 1000))
+            began_s = time.monotonic()
+            self.assertFalse(self.save(cache, 1001))
+            until(lambda: self.save(cache, 1002))
+        self.assertLess(time.monotonic() - began_s, 2.0)
+
     def test_another_hangs(self) -> None:
         """While a process hangs within its eviction the others evict for themselves."""
         caches = [Cache(self.root, 50), Cache(self.root, 50)]
