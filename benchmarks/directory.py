@@ -34,12 +34,12 @@ import xxhash
 
 from house import archived
 from vua.capacity.evictor import Evictor
-from vua.capacity.lease import upkeep_directory
 from vua.capacity.limits import Limits
 from vua.capacity.listing import read_listing
 from vua.capacity.lru import next_tick_ns
 from vua.capacity.policy import LRU, LeastHitDensity
 from vua.capacity.spaces import spaces
+from vua.capacity.upkeep import upkeep_directory
 from vua.capacity.usage import measure
 from vua.cli import main as vua
 from vua.device.buffers import StagingBuffer
@@ -65,7 +65,7 @@ kind."""
 BEFORE = """
 import sys, time
 from vua.capacity.evictor import Evictor
-from vua.capacity.lease import upkeep_directory
+from vua.capacity.upkeep import upkeep_directory
 from vua.capacity.lru import server_now_ns
 victims, now_ns = Evictor(sys.argv[1]), server_now_ns(upkeep_directory(sys.argv[1]))
 began = time.monotonic()

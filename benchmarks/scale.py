@@ -53,10 +53,10 @@ from lock import held_clock, library
 from tools import fill
 from vua.capacity import spaces
 from vua.capacity.evictor import Evictor
-from vua.capacity.lease import upkeep_directory
 from vua.capacity.limits import Limits
 from vua.capacity.lru import next_tick_ns
 from vua.capacity.policy import LRU, LeastHitDensity
+from vua.capacity.upkeep import upkeep_directory
 from vua.capacity.usage import measure
 from vua.device.buffers import StagingBuffer
 from vua.storage.base import WRITTEN

@@ -44,14 +44,14 @@ if other:
 import json
 from pathlib import Path
 from lab.replay import Request, Session
-from vua.capacity import evictor, reclaim, scan
+from vua.capacity import evictor, reclaim
 
 if sys.argv[4]:
     chunks = int(sys.argv[5])
     evictor.AT_ONCE, reclaim.AT_ONCE, evictor.SHARED = 0, 0, 1
     reclaim._FEW_VICTIMS = chunks // 128
     evictor._VICTIMS = chunks // 8
-    scan._SAMPLED_CHUNKS = chunks // 16
+    evictor._SAMPLED_CHUNKS = chunks // 16
 session = Session(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[6]))
 print("ready", flush=True)
 for line in sys.stdin:

@@ -31,7 +31,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from vua.capacity.saved import add_up, saved_at
+from vua.capacity.upkeep import add_up, saved_at
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULT = "demo result: "

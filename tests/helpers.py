@@ -25,7 +25,7 @@ import pytest
 import torch
 
 from vua import native
-from vua.capacity.saved import FOLDER
+from vua.capacity.upkeep import FOLDER
 from vua.core import VUA
 from vua.format.keys import ChunkKey, KeyChain, token_ids
 from vua.format.layout import ITEMSIZE, KVLayout, Shard

@@ -5,7 +5,7 @@
 measures each trace (a name, a file, the tokens of its blocks, how many tenants): each tenant asks
 for blocks of his own, from a random time on, so that a trace of a few thousand blocks needs more
 room than the 65,536 chunks from which on a directory does not wait for the exact order. The rooms
-hold 65,536 blocks and more. The sweeps are those of `vua.capacity.scan: Sweep`, over simulated
+hold 65,536 blocks and more. The sweeps are those of `vua.capacity.evictor: Sweep`, over simulated
 fan-out directories; around them stands what `vua.capacity.evictor` does with what they find:
 
 Victims are those of the sample until the sweep has ended beside the writers, and then the exact
@@ -31,8 +31,9 @@ import numpy.typing as npt
 
 from lab.replay import Request, read
 from lab.simulation import LRU, Dense, Outcome, Past, Policy, SimulatedStore, leading
+from vua.capacity.evictor import HIGHEST, Candidate, Sweep
 from vua.capacity.lru import MTIME_STEP_NS
-from vua.capacity.scan import HIGHEST, Candidate, Rank, Sweep, by_mtime
+from vua.capacity.policy import Rank, by_mtime
 from vua.capacity.spaces import Column
 from vua.native import ChunkNames
 

@@ -25,7 +25,7 @@ from e2e.serving import free_port
 from e2e.sglang_server import wait_until
 from forks import Program
 from helpers import flip
-from vua.capacity.saved import saved_at
+from vua.capacity.upkeep import saved_at
 
 CHUNK = 64
 WHOLE = (len(PROMPT) - 1) // CHUNK * CHUNK

@@ -32,7 +32,7 @@ from scorecard.world import (
     run_tampered,
     why_not,
 )
-from vua.capacity import evictor, reclaim, scan
+from vua.capacity import evictor, reclaim
 from vua.capacity.limits import Limits
 from vua.capacity.lru import mtime_ns_of
 from vua.errors import StorageError
@@ -333,7 +333,7 @@ class CrowdTest(DirectoryTest):
                         (evictor, "SHARED", 1),
                         (evictor, "_VICTIMS", KEYS // 32),
                         (reclaim, "AT_ONCE", 0),
-                        (scan, "_SAMPLED_CHUNKS", KEYS // 64),
+                        (evictor, "_SAMPLED_CHUNKS", KEYS // 64),
                     ):
                         stack.enter_context(mock.patch.object(where, what, value))
                 counts, highest = self.crowd(self.root / name, roles, bounds)

@@ -3,9 +3,14 @@
 Why not the oldest of a small random sample, as Redis does it (its documentation on key eviction)?
 Chunks depend on each other, and a victim in the middle of a chain leaves all that follows out of
 reach. Ranks (:mod:`vua.capacity.policy`) order a chain only if *the* lowest chunk goes first. So
-one sweep over all mtimes (:class:`vua.capacity.scan.Sweep`) gathers the lowest, and these are
+one sweep over all mtimes (:class:`Sweep`) gathers the lowest, and these are
 evicted in order over many bursts, each looked at again first. Who cannot wait for the end of a
 sweep takes the lowest of a sample.
+
+Who sweeps writes down what it found in ``.upkeep/victims``: so one pass is enough for any number of
+processes. A writer of that file can change the order of eviction, and nothing else: a victim is
+looked at again before it goes, and what changed after that file was written stays.
+
 `docs/decisions/0004-bounds.md` and `0063-one-sweep-for-all.md` have the measurements.
 """
 
@@ -14,27 +19,26 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import random
+import re
+import secrets
+import stat
+import struct
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, NamedTuple, TypeAlias
 
 import numpy as np
+import numpy.typing as npt
 
 from vua.capacity import marks
-from vua.capacity.lease import (
-    NO_VICTIMS,
-    Victims,
-    tell_victims,
-    told_victims,
-    upkeep_directory,
-)
 from vua.capacity.listing import ancestors
-from vua.capacity.lru import is_unchanged
+from vua.capacity.lru import is_unchanged, mtime_ns_of
 from vua.capacity.marks import is_unsent
-from vua.capacity.policy import LRU, RETAINED_RANK
+from vua.capacity.policy import FUTURE_NS, LRU, RETAINED_RANK, Rank
 from vua.capacity.removal import (
     NOTHING,
     DeletionTotals,
@@ -45,9 +49,11 @@ from vua.capacity.removal import (
     ordinary_chunk,
     told_immovable,
 )
-from vua.capacity.scan import FUTURE_NS, Candidate, Candidates, Sweep, names_of
-from vua.capacity.spaces import GRACE_S, Space, chunk_nbytes, spaces
+from vua.capacity.spaces import GRACE_S, Column, Space, chunk_nbytes, spaces
+from vua.capacity.upkeep import Bare, Tally, upkeep_directory
+from vua.io.files import make_file
 from vua.io.posix import closing_fd
+from vua.native import ChunkNames
 from vua.native.entries import Deletions, delete_chunks
 from vua.storage.description import is_unknown
 from vua.storage.names import chunk_path
@@ -74,6 +80,259 @@ _PULSE_CHUNKS: Final = 16
 """Chunks deleted between two calls of `pulse`, where each is looked at."""
 _AT_A_TIME: Final = 128
 """Chunks deleted by one call at most, which ends after 20 ms: see `vua.native.entries`."""
+_SAMPLED_FANS: Final = 16
+_SAMPLED_CHUNKS: Final = 4096
+"""Fans are read for the sample until they hold so many chunks, or `_SAMPLED_FANS` per namespace."""
+_TOGETHER: Final = 1024
+"""Chunks ranked at a time: ranking those of a fan takes 0.1 ms, however few they are."""
+_LOWEST: Final = 32
+"""One of so many chunks of a sample is a victim at most: the lowest of few fans are not the lowest
+of all, and the next sample has others."""
+_BAND: Final = 1 / 100
+"""Share of all chunks that one sweep finds at least: then a victim costs a hundred looks at most,
+however many chunks there are."""
+HIGHEST: Final = (1 << 63) - 1
+"""No rank is higher."""
+_TOLD: Final = "victims"
+_VICTIMS_MAGIC: Final = b"VUAvict2"
+_VICTIMS_HEAD: Final = struct.Struct("<8sqq")
+"""Magic; the time before the search, and until when they are good (both ns since 1970 by the
+server's clock). Then the victims, as they are in memory."""
+_MOST_VICTIMS: Final = 1 << 17
+_NAMES: Final = re.compile(rb"[0-9a-f]*")
+
+
+# -- candidates --------------------------------------------------------------------------------
+
+
+class Candidate(NamedTuple):
+    """A chunk and when it was last used; these sort by rank, then by age."""
+
+    rank: int
+    """See :mod:`vua.capacity.policy`: the lowest goes first."""
+    mtime_ns: int
+    """See :mod:`vua.capacity.lru`: ns since 1970 by the server's clock."""
+    space: str
+    chunk: str
+
+    @classmethod
+    def of(cls, row: np.void) -> Candidate:
+        """Return a row of :data:`Candidates` in this form."""
+        mtime_ns, rank = int(row["mtime_ns"]), int(row["rank"])
+        return cls(rank, mtime_ns, row["space"].decode(), row["chunk"].decode())
+
+
+CANDIDATE: Final = np.dtype(
+    [("rank", "<i8"), ("mtime_ns", "<i8"), ("space", "S64"), ("chunk", "S64")]
+)
+Candidates: TypeAlias = npt.NDArray[np.void]
+"""Some chunks, as rows of `CANDIDATE`: what sorts 65,536 of them leaves other threads their
+turns."""
+
+
+def names_of(some: Candidates) -> ChunkNames:
+    """Return the names of some chunks."""
+    return ChunkNames(np.ascontiguousarray(some["chunk"]).view(np.uint8).reshape(-1, 64))
+
+
+def in_order(some: Candidates) -> Candidates:
+    """Return chunks by rank, and then by age: what goes first comes first."""
+    ordered: Candidates = some[np.lexsort((some["mtime_ns"], some["rank"]))]
+    return ordered
+
+
+class Victims(NamedTuple):
+    """What one process found for all."""
+
+    seen_ns: int
+    """The server's time before it looked."""
+    until_ns: int
+    """They are good until then."""
+    found: Candidates
+    """In order."""
+
+
+NO_VICTIMS: Final = Victims(0, 0, np.empty(0, CANDIDATE))
+
+
+def tell_victims(directory: int, victims: Victims) -> None:
+    """Write down victims for other processes; what fails is not told."""
+    if isinstance(directory, Bare):
+        return
+    head = _VICTIMS_HEAD.pack(_VICTIMS_MAGIC, victims.seen_ns, victims.until_ns)
+    aside = f"{_TOLD}-{secrets.token_hex(4)}"
+    with contextlib.suppress(OSError):
+        shared = stat.S_IMODE(os.fstat(directory).st_mode) & 0o040
+        fd = make_file(aside, os.O_EXCL, 0o600 | shared, dir_fd=directory)
+        try:
+            data = head + victims.found[:_MOST_VICTIMS].tobytes()
+            whole = os.write(fd, data) == len(data)
+        finally:
+            os.close(fd)
+        if whole:
+            os.rename(aside, _TOLD, src_dir_fd=directory, dst_dir_fd=directory)
+        else:
+            os.unlink(aside, dir_fd=directory)
+
+
+def told_victims(directory: int, after_ns: int, now_ns: int) -> Victims | None:
+    """Return what a process wrote down that began to look after ``after_ns``, if it is still good.
+
+    What it says of times is believed as far as the file's own time, the server's, allows.
+    """
+    if isinstance(directory, Bare):
+        return None
+    flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+    try:
+        with closing_fd(os.open(_TOLD, flags, dir_fd=directory)) as fd:
+            status, size = os.fstat(fd), _VICTIMS_HEAD.size
+            magic, seen_ns, until_ns = _VICTIMS_HEAD.unpack(os.read(fd, size))
+            seen_ns, nbytes = min(seen_ns, status.st_mtime_ns), status.st_size - size
+            is_sound = magic == _VICTIMS_MAGIC and stat.S_ISREG(status.st_mode)
+            if not is_sound or nbytes > _MOST_VICTIMS * CANDIDATE.itemsize:
+                return None
+            if not after_ns < seen_ns <= now_ns < until_ns:
+                return None
+            found = np.frombuffer(os.read(fd, nbytes), CANDIDATE)
+    except (OSError, struct.error, ValueError):
+        return None
+    if not all(_NAMES.fullmatch(found[name].tobytes()) for name in ("space", "chunk")):
+        return None
+    return Victims(seen_ns, until_ns, in_order(found))
+
+
+# -- which go first ------------------------------------------------------------------------------
+
+
+class Sweep:
+    """One look at all mtimes, fan by fan, for the chunks that are to go first.
+
+    Some fans are a sample. From these comes the rank that ``wanted`` chunks, or a hundredth of all,
+    are not above. Lower chunks are found fan by fan, so memory is needed for the victims alone, and
+    the first are known when the sample is read. After the last fan they are the exact lowest. Costs
+    2 us per chunk where names are cached. For one thread.
+    """
+
+    def __init__(self, found: Sequence[Space], wanted: int, rank: Rank) -> None:
+        """Read the sample. Raises OSError where nothing can be known.
+
+        Args:
+            found: the namespaces, which stay open until the end.
+            wanted: how many victims to find, about and at least.
+            rank: called with names and mtimes.
+        """
+        self._rank, self._wanted = rank, wanted
+        self._found: list[Candidates] = []
+        self.newest_ns = 0
+        """The latest mtime of all."""
+        self.tally = Tally()
+        """What the fans that were read hold."""
+        self.counts = {space.name: 0 for space in found}
+        """How many chunks there are, by namespace, in the fans that were read."""
+        self._todo: list[tuple[Space, list[str]]] = []
+        sampled: list[tuple[Space, ChunkNames, Column, Column]] = []
+        stand_for: list[float] = []
+        for space in found:
+            fans = space.fans()
+            random.shuffle(fans)
+            many = len(fans)
+            names, mtimes_ns = _read(space, fans, -(-_SAMPLED_CHUNKS // len(found)), _SAMPLED_FANS)
+            sampled.append((space, names, mtimes_ns, rank(names, mtimes_ns)))
+            stand_for.append(many / max(1, many - len(fans)))
+            self._todo.append((space, fans))
+        self.chunks = round(
+            sum(len(one[1]) * each for one, each in zip(sampled, stand_for, strict=True))
+        )
+        """How many there are, estimated."""
+        self._limit = self._quantile([one[3] for one in sampled], stand_for)
+        for one in sampled:
+            self._keep(*one)
+
+    def _quantile(self, ranks: Sequence[Column], stand_for: Sequence[float]) -> int:
+        """The rank that enough chunks are not above; HIGHEST where these are all."""
+        wanted = max(self._wanted, int(self.chunks * _BAND))
+        if self.chunks <= wanted:
+            return HIGHEST
+        flat = np.concatenate(ranks)
+        order = np.argsort(flat)
+        each = np.repeat(stand_for, [len(one) for one in ranks])[order]
+        at = int(np.searchsorted(np.cumsum(each), wanted))
+        return HIGHEST if at >= len(flat) else int(flat[order[at]])
+
+    @property
+    def takes_all(self) -> bool:
+        """Whether every chunk is a victim, however high its rank is."""
+        return self._limit == HIGHEST
+
+    def victims(self) -> Candidates:
+        """Return what goes first of the fans so far, in order; of a sample a few."""
+        found = in_order(np.concatenate([np.empty(0, CANDIDATE), *self._found]))
+        is_sample = any(fans for _, fans in self._todo)
+        return found[: max(1, sum(self.counts.values()) // _LOWEST)] if is_sample else found
+
+    def drain(self, pulse: Callable[[], None]) -> None:
+        """Look at all the rest; ``pulse`` is called often meanwhile."""
+        for space, fans in self._todo:
+            while fans:
+                pulse()
+                names, mtimes_ns = _read(space, fans, _TOGETHER)
+                self._keep(space, names, mtimes_ns, self._rank(names, mtimes_ns))
+
+    def _keep(self, space: Space, names: ChunkNames, mtimes_ns: Column, ranks: Column) -> None:
+        self.counts[space.name] += len(names)
+        self.tally.add(space, names, mtimes_ns)
+        self.newest_ns = max(self.newest_ns, int(mtimes_ns.max(initial=0)))
+        at = np.flatnonzero(ranks <= self._limit)
+        some = np.empty(len(at), CANDIDATE)
+        some["rank"], some["mtime_ns"] = ranks[at], mtimes_ns[at]
+        some["space"], some["chunk"] = space.name, names[at].digits.view("S64")[:, 0]
+        self._found.append(some)
+
+
+def _read(
+    space: Space, fans: list[str], chunks: int, most: int = 1 << 16
+) -> tuple[ChunkNames, Column]:
+    """Read fans, which leave the list, until they hold so many chunks; ``most`` fans."""
+    read, seen = [(ChunkNames.of(()), np.empty(0, dtype=np.int64))], 0
+    while fans and seen < chunks and len(read) <= most:
+        read.append(space.columns(fans.pop()))
+        seen += len(read[-1][0])
+    names = ChunkNames.joined([one[0] for one in read])
+    return names, np.concatenate([one[1] for one in read])
+
+
+def expired(
+    found: Sequence[Space], now_ns: int, latest_ns: int | None = None, *, tidies: bool = True
+) -> tuple[list[Candidate], list[Candidate]]:
+    """Find the chunks whose own time to live is over, descendants first.
+
+    Takes some 20 us for each chunk that has one.
+
+    Args:
+        found: namespaces.
+        now_ns: the server's time, as :func:`vua.capacity.lru.server_now_ns` gives it.
+        latest_ns: mtimes after this are from the future; none by default.
+        tidies: whether to remove files of chunks that are gone.
+
+    Returns those, and such chunks with mtimes from the future, in order too.
+    """
+    over, ahead = [], []
+    for space in found:
+        for chunk in list(marks.chunks_with_ttls(space)):
+            mtime_ns, ttl_s = mtime_ns_of(space.fd, chunk), marks.ttl_s_of(space, chunk)
+            if ttl_s is None:
+                continue  # unreadable, and perhaps foreign
+            if mtime_ns is None:
+                if tidies:
+                    marks.remove_ttl(space, chunk)
+            elif latest_ns is not None and mtime_ns > latest_ns:
+                ahead.append(Candidate(mtime_ns, mtime_ns, space.name, chunk))
+            elif mtime_ns + ttl_s * 10**9 < now_ns:
+                over.append(Candidate(mtime_ns, mtime_ns, space.name, chunk))
+    return sorted(over), sorted(ahead)
+
+
+# -- eviction ------------------------------------------------------------------------------------
 
 
 def ours(found: Sequence[Space]) -> list[Space]:
@@ -340,7 +599,7 @@ class Evictor:
         with spaces(self._root) as found:
             mine = ours(found)
             by_name = {space.name: space for space in mine}
-            own, ahead = marks.expired(mine, now_ns, latest_ns, tidies=self._is_real)
+            own, ahead = expired(mine, now_ns, latest_ns, tidies=self._is_real)
             expire([*ahead, *own], _ANY_TIME_NS)
             over = list[Candidate]()
             for space, fan in [(one, fan) for one in mine for fan in one.fans() if expired_ns]:

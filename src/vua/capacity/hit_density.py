@@ -32,7 +32,7 @@ from typing import Any, Final, NamedTuple, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from vua.capacity.lease import upkeep_folder
+from vua.capacity.upkeep import upkeep_folder
 from vua.io.files import make_file
 from vua.io.posix import closing_fd
 from vua.storage.mark import UPKEEP, USES, is_marked

@@ -22,7 +22,6 @@ changed since stays, and so does its prefix.
 from __future__ import annotations
 
 import contextlib
-import errno
 import os
 import time
 from collections import OrderedDict
@@ -40,9 +39,6 @@ MTIME_STEP_NS: Final = 1000
 ORPHAN_MTIME_NS: Final = 10**18
 """mtime (in 2001) of a chunk whose parent is missing. With 'now' it would look recently used and
 evict the front of its own prompt."""
-
-FULL: Final = frozenset({errno.ENOSPC, errno.EDQUOT})
-"""Errors that mean: nothing can be made here, and perhaps nothing be changed."""
 
 _TICK_MAX_S: Final = 0.05
 """Longest wait for the file system's clock."""
@@ -129,10 +125,6 @@ def inherit(directory: int, chunk: str, parent: str) -> bool:
     except OSError:
         return mtime_ns_of(directory, chunk) is None or mtime_ns_of(directory, parent) is not None
     return True
-
-
-class Bare(int):
-    """A descriptor of a directory in which nothing may be made."""
 
 
 def server_now_ns(directory: int) -> int:

@@ -23,7 +23,6 @@ from typing import Final
 
 from vua.capacity.listing import ancestors, read_node
 from vua.capacity.lru import mtime_ns_of, set_mtime
-from vua.capacity.scan import Candidate
 from vua.capacity.spaces import Space, is_ours, listed
 from vua.io.files import make_file, make_folder
 from vua.io.posix import closing_fd, open_beneath
@@ -179,7 +178,7 @@ def remove_ttl(space: Space, chunk: str) -> None:
         os.unlink(f"{TTL_FOLDER}/{chunk}", dir_fd=space.fd)
 
 
-def _marked(space: Space) -> Iterator[str]:
+def chunks_with_ttls(space: Space) -> Iterator[str]:
     with listed(space.fd, TTL_FOLDER) as entries:
         for entry in entries:
             if _NAME.fullmatch(entry.name):
@@ -197,7 +196,7 @@ def has_ttls(space: Space) -> bool:
 
 def count_ttls(found: Sequence[Space]) -> int:
     """Return how many chunks of these namespaces have their own time to live."""
-    return sum(1 for space in found for _ in _marked(space))
+    return sum(1 for space in found for _ in chunks_with_ttls(space))
 
 
 def remove_empty_ttl_folders(found: Sequence[Space]) -> bool:
@@ -210,34 +209,3 @@ def remove_empty_ttl_folders(found: Sequence[Space]) -> bool:
             except OSError:
                 left = True
     return left
-
-
-def expired(
-    found: Sequence[Space], now_ns: int, latest_ns: int | None = None, *, tidies: bool = True
-) -> tuple[list[Candidate], list[Candidate]]:
-    """Find the chunks whose own time to live is over, descendants first.
-
-    Takes some 20 us for each chunk that has one.
-
-    Args:
-        found: namespaces.
-        now_ns: the server's time, as :func:`vua.capacity.lru.server_now_ns` gives it.
-        latest_ns: mtimes after this are from the future; none by default.
-        tidies: whether to remove files of chunks that are gone.
-
-    Returns those, and such chunks with mtimes from the future, in order too.
-    """
-    over, ahead = [], []
-    for space in found:
-        for chunk in list(_marked(space)):
-            mtime_ns, ttl_s = mtime_ns_of(space.fd, chunk), ttl_s_of(space, chunk)
-            if ttl_s is None:
-                continue  # unreadable, and perhaps foreign
-            if mtime_ns is None:
-                if tidies:
-                    remove_ttl(space, chunk)
-            elif latest_ns is not None and mtime_ns > latest_ns:
-                ahead.append(Candidate(mtime_ns, mtime_ns, space.name, chunk))
-            elif mtime_ns + ttl_s * 10**9 < now_ns:
-                over.append(Candidate(mtime_ns, mtime_ns, space.name, chunk))
-    return sorted(over), sorted(ahead)

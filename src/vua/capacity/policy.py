@@ -11,14 +11,13 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Sequence
-from typing import Final
+from collections.abc import Callable, Sequence
+from typing import Final, TypeAlias
 
 import numpy as np
 
 from vua.capacity.hit_density import RETAINED, HitDensity, UseLog
 from vua.capacity.lru import ORPHAN_MTIME_NS, touch
-from vua.capacity.scan import Rank, by_mtime
 from vua.capacity.spaces import Column
 from vua.io.forks import watch
 from vua.native import ChunkNames
@@ -27,6 +26,27 @@ _PER_UNIT: Final = 1e17
 """Ranks are whole numbers of 64 bits: hits per second, times this."""
 RETAINED_RANK: Final = int(RETAINED * _PER_UNIT)
 """Chunks of this rank or a higher one are retained."""
+FUTURE_NS: Final = 10 * 10**9
+"""An mtime further ahead of the server's clock than this means that the clock was set back."""
+_OLDEST: Final = -(1 << 62)
+
+Rank: TypeAlias = Callable[[ChunkNames, Column], Column]
+"""The ranks of chunks, by their names (64 hex) and mtimes in ns. A chunk that follows another one
+in prompts has a lower rank, or the same and an older mtime."""
+
+
+def by_mtime(now_ns: int) -> Rank:
+    """Rank chunks as LRU does, below all ranks that are expected hits.
+
+    Those with mtimes from the future go first, in their order: when they were used is not known.
+    """
+
+    def rank(chunks: ChunkNames, mtimes_ns: Column) -> Column:
+        del chunks
+        ahead = mtimes_ns > now_ns + FUTURE_NS
+        return np.where(ahead, 2 * _OLDEST + (mtimes_ns >> 2), mtimes_ns + _OLDEST)
+
+    return rank
 
 
 class LRU:

@@ -1,4 +1,4 @@
-"""All code that deletes: files, chunks, namespaces, and only VUA's own (`scan`).
+"""All code that deletes: files, chunks, namespaces, and only VUA's own (`spaces`).
 
 A chunk is removed by one rename of its directory, and is then deleted file by file. It disappears
 at once and as a whole. A reader with an open file continues to read it. A full file system may

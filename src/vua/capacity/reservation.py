@@ -30,7 +30,7 @@ from types import TracebackType
 from typing import Final
 
 from vua.capacity import marks
-from vua.capacity.evictor import PINNED_SHARE
+from vua.capacity.evictor import PINNED_SHARE, Candidate
 from vua.capacity.limits import Limits, ResolvedLimits
 from vua.capacity.lru import (
     INTERVAL_S,
@@ -45,7 +45,6 @@ from vua.capacity.lru import (
 from vua.capacity.marks import mark
 from vua.capacity.policy import LRU, LeastHitDensity
 from vua.capacity.reclaim import Reclaimer
-from vua.capacity.scan import Candidate
 from vua.capacity.spaces import Space
 from vua.errors import ConfigError, StorageFullError
 from vua.format.keys import ChunkKey, Keys

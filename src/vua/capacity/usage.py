@@ -20,9 +20,9 @@ from typing import Final, NamedTuple
 
 import numpy as np
 
-from vua.capacity.census import read_census
 from vua.capacity.limits import Limits, ResolvedLimits
 from vua.capacity.spaces import EXHAUSTED, GONE, Space, chunk_nbytes, fans_of, opened, spaces
+from vua.capacity.upkeep import read_census
 from vua.errors import ConfigError
 from vua.native import ChunkNames, chunk_sizes, list_names
 from vua.storage.names import QUARANTINE

@@ -18,7 +18,6 @@ from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from vua.capacity.census import read_census
 from vua.capacity.limits import Limits, ResolvedLimits, read_bounds, write_bounds
 from vua.capacity.spaces import (
     Show,
@@ -35,6 +34,7 @@ from vua.capacity.spaces import (
     spaces,
     spread,
 )
+from vua.capacity.upkeep import read_census
 from vua.catalog.base import Catalog, Demand, Finding, NamespaceCatalog, Removal
 from vua.catalog.contents import SHORT, Content, Entries, Item, walk
 from vua.errors import explaining

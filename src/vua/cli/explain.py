@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any, Final
 import click
 
 from vua.capacity.listing import Continuations
-from vua.capacity.saved import advice, ends_of, parted_at
 from vua.capacity.spaces import Show
+from vua.capacity.upkeep import advice, ends_of, parted_at
 from vua.catalog import open_catalog
 from vua.catalog.base import Catalog, NamespaceCatalog
 from vua.catalog.check import NO_KEYS

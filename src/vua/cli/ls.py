@@ -8,7 +8,7 @@ from typing import Final
 
 import click
 
-from vua.capacity.saved import saved_today
+from vua.capacity.upkeep import saved_today
 from vua.catalog import open_catalog
 from vua.catalog.contents import SHORT, Content
 from vua.cli.command import command, option

@@ -24,8 +24,8 @@ from shlex import quote
 from typing import Any, Final
 from urllib.parse import urlsplit
 
-from vua.capacity.saved import saved_today
 from vua.capacity.spaces import silent
+from vua.capacity.upkeep import saved_today
 from vua.catalog import open_catalog
 from vua.catalog.base import Catalog, Finding, Use
 from vua.catalog.check import NO_KEYS

@@ -11,7 +11,7 @@ from typing import Any, Final
 
 from vua.capacity.limits import Limits
 from vua.capacity.removal import Collection
-from vua.capacity.saved import Totals, saved_today
+from vua.capacity.upkeep import Totals, saved_today
 from vua.catalog import open_catalog
 from vua.catalog.base import Catalog, Look, Use, resolve
 from vua.catalog.check import NO_KEYS

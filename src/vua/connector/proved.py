@@ -25,7 +25,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
-from vua.capacity.lease import upkeep_folder
+from vua.capacity.upkeep import upkeep_folder
 from vua.connector.log import logger
 from vua.errors import VUAError
 from vua.io.files import atomic_write, make_file

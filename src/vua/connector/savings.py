@@ -9,7 +9,7 @@ unknown, not 0.
 
 It also counts where prompts part from what is stored, and keeps no text, tokens or chunk names.
 
-Each process writes a file (`vua.capacity.saved`) a second after the first change, then each ten
+Each process writes a file (`vua.capacity.upkeep`) a second after the first change, then each ten
 seconds at most, and at the end: a process that is killed loses no more.
 """
 
@@ -29,8 +29,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Final
 
-from vua.capacity.lease import upkeep_folder
-from vua.capacity.saved import (
+from vua.capacity.upkeep import (
     DAYS,
     FOLDER,
     MOST_FILES,
@@ -40,6 +39,7 @@ from vua.capacity.saved import (
     advice,
     prefills_of,
     tag_of,
+    upkeep_folder,
 )
 from vua.connector.load_policy import MIN_MEASURED, PrefillSpeed
 from vua.connector.log import logger

@@ -34,7 +34,7 @@ Root: TypeAlias = "str | os.PathLike[str] | BucketPath"
 MARK: Final = "vua.json"
 LIMITS_FILE: Final = "bounds.json"
 UPKEEP: Final = ".upkeep"
-"""The directory of the lease, see :mod:`vua.capacity.lease`."""
+"""The directory of the lease, see :mod:`vua.capacity.upkeep`."""
 USES: Final = "uses"
 """A directory in :data:`UPKEEP`, see :mod:`vua.capacity.hit_density`."""
 

@@ -20,9 +20,9 @@ from helpers import DirectoryTest, native_code
 from properties import given, settings
 from replay import NBYTES, Cache
 from vua.capacity import limits as bounds_module
-from vua.capacity.lease import lease, upkeep_directory
 from vua.capacity.limits import Limits, ResolvedLimits, read_bounds, write_bounds
 from vua.capacity.lru import Recent, mtime_ns_of, server_now_ns, set_mtime, touch
+from vua.capacity.upkeep import lease, upkeep_directory
 from vua.errors import ConfigError, StorageFullError
 from vua.format.keys import KeyChain, token_ids
 

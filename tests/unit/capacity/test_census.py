@@ -1,4 +1,4 @@
-"""Mirrors `vua.capacity.census`: what was counted last, and what is told of it."""
+"""Mirrors `vua.capacity.upkeep`: what was counted last, and what is told of it."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from commands import run, run_json
 from helpers import DirectoryTest, caches_of
 from replay import Cache
 from vua.capacity import evictor, spaces, usage
-from vua.capacity.census import read_census
 from vua.capacity.evictor import Evictor
+from vua.capacity.upkeep import read_census
 from vua.core import VUA, VUAConfig
 from vua.storage.bucket import Bucket
 

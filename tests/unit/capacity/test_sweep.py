@@ -1,4 +1,4 @@
-"""Mirrors `vua.capacity.scan: Sweep` and what processes tell each other of it."""
+"""Mirrors `vua.capacity.evictor: Sweep` and what processes tell each other of it."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ import pytest
 
 from helpers import SOON_S, DirectoryTest, until
 from replay import LAYOUT
-from vua.capacity import evictor, reclaim, scan, spaces
-from vua.capacity.evictor import Evictor
-from vua.capacity.lease import tell_victims, told_victims, upkeep_directory
+from vua.capacity import evictor, reclaim, spaces
+from vua.capacity.evictor import Evictor, names_of, tell_victims, told_victims
 from vua.capacity.limits import Limits
 from vua.capacity.lru import next_tick_ns, server_now_ns, set_mtime
 from vua.capacity.policy import LRU
 from vua.capacity.reclaim import Reclaimer
 from vua.capacity.spaces import Space
+from vua.capacity.upkeep import upkeep_directory
 from vua.storage.mark import claim
 
 NBYTES = 1000
@@ -93,7 +93,7 @@ class TestParts(SweepTest):
         with (
             mock.patch.object(evictor, "AT_ONCE", 0),
             mock.patch.object(evictor, "_VICTIMS", 200),
-            mock.patch.object(scan, "_SAMPLED_CHUNKS", 100),
+            mock.patch.object(evictor, "_SAMPLED_CHUNKS", 100),
             self.counted() as looks,
         ):
             victims.evict(NBYTES, self.tick())
@@ -115,8 +115,8 @@ class TestParts(SweepTest):
             mock.patch.object(reclaim, "AT_ONCE", 0),
             mock.patch.object(evictor, "AT_ONCE", 0),
             mock.patch.object(evictor, "_VICTIMS", 200),
-            mock.patch.object(scan, "_SAMPLED_CHUNKS", 100),
-            mock.patch.object(scan, "_LOWEST", 4),  # of so few
+            mock.patch.object(evictor, "_SAMPLED_CHUNKS", 100),
+            mock.patch.object(evictor, "_LOWEST", 4),  # of so few
             self.counted() as looks,
         ):
             seen, answered, real = 0, threading.Event(), spaces.columns_of
@@ -157,7 +157,7 @@ class TestShared(SweepTest):
             one.search(self.tick())
         path = self.root / ".upkeep" / "victims"
         sound = path.read_bytes()
-        name = scan.names_of(told_victims(self.upkeep, 0, self.tick()).found)[0].encode()
+        name = names_of(told_victims(self.upkeep, 0, self.tick()).found)[0].encode()
         for data in (
             *(sound[:-1], sound[:20], b"", sound + b"x", b"?" + sound[1:]),
             sound.replace(name, b"/../" * 16),

@@ -8,7 +8,7 @@ from pathlib import Path
 from commands import collect
 from helpers import DirectoryTest, noise
 from vua.capacity import marks
-from vua.capacity.evictor import Evictor
+from vua.capacity.evictor import Evictor, expired
 from vua.capacity.limits import Limits, ResolvedLimits
 from vua.capacity.lru import next_tick_ns, server_now_ns, set_mtime, touch
 from vua.capacity.marks import pin
@@ -121,9 +121,9 @@ class HintsTest(DirectoryTest):
         self.age(one, 250)
         self.age(two[2:], 251)
         now = server_now_ns(self.space.fd)
-        order = [one.chunk for one in marks.expired([self.space], now)[0]]
+        order = [one.chunk for one in expired([self.space], now)[0]]
         self.assertEqual([one[3], one[2]], order)
-        later = [each.chunk for each in marks.expired([self.space], now + 100 * SECOND_NS)[0]]
+        later = [each.chunk for each in expired([self.space], now + 100 * SECOND_NS)[0]]
         self.assertEqual(sorted(later, key=later.index), later)
         for first, then in ((two[3], two[2]), (two[2], two[1]), (two[1], two[0])):
             self.assertLess(later.index(first), later.index(then))

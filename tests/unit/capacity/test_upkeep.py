@@ -21,13 +21,13 @@ import torch
 from commands import collect, run, run_json
 from helpers import SOON_S, DirectoryTest, caches_of
 from vua.capacity import marks
-from vua.capacity.evictor import PINNED_SHARE, Evictor
-from vua.capacity.lease import upkeep_directory
+from vua.capacity.evictor import PINNED_SHARE, Candidate, Evictor, Sweep
 from vua.capacity.limits import Limits, ResolvedLimits
 from vua.capacity.listing import read_listing
 from vua.capacity.lru import server_now_ns
-from vua.capacity.scan import Candidate, Sweep, by_mtime
+from vua.capacity.policy import by_mtime
 from vua.capacity.spaces import Space, spaces
+from vua.capacity.upkeep import upkeep_directory
 from vua.capacity.usage import measure
 from vua.core import VUA, VUAConfig
 from vua.storage.mark import is_marked

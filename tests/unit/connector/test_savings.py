@@ -1,4 +1,4 @@
-"""Mirrors `vua.connector.savings` and `vua.capacity.saved`."""
+"""Mirrors `vua.connector.savings` and `vua.capacity.upkeep`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from unittest import mock
 
 from commands import run, told
 from helpers import DirectoryTest, caches_of, until
-from vua.capacity.saved import Totals, advice, parted_at, prefills_of, saved_at, saved_today
+from vua.capacity.upkeep import Totals, advice, parted_at, prefills_of, saved_at, saved_today
 from vua.connector.load_policy import PrefillSpeed
 from vua.connector.log import logger
 from vua.connector.savings import Savings, savings_at

@@ -23,7 +23,7 @@ from helpers import keys_of, save_chunk, until
 from scheduling import LAYOUT, answer, bare_connector, model_of, request_of, scheduler_of, step
 from vua.capacity.hit_density import UseLog
 from vua.capacity.marks import settle_ttl, ttl_s_of
-from vua.capacity.saved import parted_at
+from vua.capacity.upkeep import parted_at
 from vua.connector.config import Timeouts
 from vua.connector.events import KVEventPublisher
 from vua.connector.metadata import ConnectorMetadata, ScheduledRequest, ScheduledStep, WorkerOutput

@@ -16,7 +16,7 @@ import pytest
 from commands import told
 from helpers import DirectoryTest, weights_known_later
 from llama import BYTES_FROM, CONTEXT_TOKENS, WHERE, completed, has_llama_cpp, load_gguf, make_gguf
-from vua.capacity.saved import parted_at, saved_at
+from vua.capacity.upkeep import parted_at, saved_at
 from vua.connector.log import logger
 from vua.core import VUA
 from vua.errors import ConfigError, NotWritableError

@@ -18,7 +18,7 @@ import torch
 from helpers import SOON_S, DirectoryTest
 from sglang_case import transfers_of
 from vua.capacity.limits import Limits
-from vua.capacity.saved import parted_at
+from vua.capacity.upkeep import parted_at
 from vua.connector.cache_spec import Group, Model, UncachedError
 from vua.connector.config import ConnectorConfig, Timeouts
 from vua.connector.metrics import Recorder

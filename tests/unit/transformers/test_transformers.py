@@ -15,7 +15,7 @@ from helpers import in_child, keys_of, weights_known_later
 from small_models import make_model
 from transformers_case import CHUNK, GREEDY, WINDOW, TransformersTest, computed, empty, prompt_of
 from vua import ConfigError, InputError
-from vua.capacity.saved import parted_at
+from vua.capacity.upkeep import parted_at
 from vua.format.identity import Identity, config_digest, counted_fields, named_by
 from vua.format.layout import KVLayout
 from vua.weights import weights_fingerprint

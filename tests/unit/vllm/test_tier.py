@@ -29,7 +29,7 @@ from vllm.v1.kv_offload.tiering.base import JobResult, TransferJob
 from commands import told
 from e2e.damage import flip, stored, truncate
 from helpers import SOON_S, DirectoryTest
-from vua.capacity.saved import parted_at
+from vua.capacity.upkeep import parted_at
 from vua.connector.log import logger
 from vua.connector.proved import written
 from vua.errors import ConfigError
