@@ -36,10 +36,9 @@ from house import archived
 from vua.capacity.evictor import Evictor
 from vua.capacity.limits import Limits
 from vua.capacity.listing import read_listing
-from vua.capacity.lru import next_tick_ns
-from vua.capacity.policy import LRU, LeastHitDensity
+from vua.capacity.lru import LRU, LeastHitDensity
 from vua.capacity.spaces import spaces
-from vua.capacity.upkeep import upkeep_directory
+from vua.capacity.upkeep import next_tick_ns, upkeep_directory
 from vua.capacity.usage import measure
 from vua.cli import main as vua
 from vua.device.buffers import StagingBuffer
@@ -65,8 +64,6 @@ kind."""
 BEFORE = """
 import sys, time
 from vua.capacity.evictor import Evictor
-from vua.capacity.upkeep import upkeep_directory
-from vua.capacity.lru import server_now_ns
 victims, now_ns = Evictor(sys.argv[1]), server_now_ns(upkeep_directory(sys.argv[1]))
 began = time.monotonic()
 freed = victims.evict(int(sys.argv[2]), now_ns)

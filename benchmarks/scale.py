@@ -54,9 +54,8 @@ from tools import fill
 from vua.capacity import spaces
 from vua.capacity.evictor import Evictor
 from vua.capacity.limits import Limits
-from vua.capacity.lru import next_tick_ns
-from vua.capacity.policy import LRU, LeastHitDensity
-from vua.capacity.upkeep import upkeep_directory
+from vua.capacity.lru import LRU, LeastHitDensity
+from vua.capacity.upkeep import next_tick_ns, upkeep_directory
 from vua.capacity.usage import measure
 from vua.device.buffers import StagingBuffer
 from vua.storage.base import WRITTEN

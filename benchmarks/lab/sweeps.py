@@ -32,8 +32,7 @@ import numpy.typing as npt
 from lab.replay import Request, read
 from lab.simulation import LRU, Dense, Outcome, Past, Policy, SimulatedStore, leading
 from vua.capacity.evictor import HIGHEST, Candidate, Sweep
-from vua.capacity.lru import MTIME_STEP_NS
-from vua.capacity.policy import Rank, by_mtime
+from vua.capacity.lru import MTIME_STEP_NS, Rank, by_mtime
 from vua.capacity.spaces import Column
 from vua.native import ChunkNames
 

@@ -2,7 +2,7 @@
 
 Why not the oldest of a small random sample, as Redis does it (its documentation on key eviction)?
 Chunks depend on each other, and a victim in the middle of a chain leaves all that follows out of
-reach. Ranks (:mod:`vua.capacity.policy`) order a chain only if *the* lowest chunk goes first. So
+reach. Ranks (:mod:`vua.capacity.lru`) order a chain only if *the* lowest chunk goes first. So
 one sweep over all mtimes (:class:`Sweep`) gathers the lowest, and these are
 evicted in order over many bursts, each looked at again first. Who cannot wait for the end of a
 sweep takes the lowest of a sample.
@@ -36,9 +36,8 @@ import numpy.typing as npt
 
 from vua.capacity import marks
 from vua.capacity.listing import ancestors
-from vua.capacity.lru import is_unchanged, mtime_ns_of
+from vua.capacity.lru import FUTURE_NS, LRU, RETAINED_RANK, Rank, is_unchanged, mtime_ns_of
 from vua.capacity.marks import is_unsent
-from vua.capacity.policy import FUTURE_NS, LRU, RETAINED_RANK, Rank
 from vua.capacity.removal import (
     NOTHING,
     DeletionTotals,
@@ -109,7 +108,7 @@ class Candidate(NamedTuple):
     """A chunk and when it was last used; these sort by rank, then by age."""
 
     rank: int
-    """See :mod:`vua.capacity.policy`: the lowest goes first."""
+    """See :mod:`vua.capacity.lru`: the lowest goes first."""
     mtime_ns: int
     """See :mod:`vua.capacity.lru`: ns since 1970 by the server's clock."""
     space: str
@@ -310,7 +309,7 @@ def expired(
 
     Args:
         found: namespaces.
-        now_ns: the server's time, as :func:`vua.capacity.lru.server_now_ns` gives it.
+        now_ns: the server's time, as :func:`vua.capacity.upkeep.server_now_ns` gives it.
         latest_ns: mtimes after this are from the future; none by default.
         tidies: whether to remove files of chunks that are gone.
 
@@ -426,7 +425,7 @@ class Evictor:
         """Look for victims: in all chunks, or (not ``whole``) in a sample of very many.
 
         Args:
-            now_ns: the server's time, as :func:`vua.capacity.lru.next_tick_ns` gives it.
+            now_ns: the server's time, as :func:`vua.capacity.upkeep.next_tick_ns` gives it.
             pulse: called some hundred times.
             wanted: how many to find, at least; 0: 65,536.
             whole: whether to tell other processes, too.
@@ -479,7 +478,7 @@ class Evictor:
 
         Args:
             nbytes: how much to free; less is freed when no more may be deleted.
-            now_ns: the server's time, as :func:`vua.capacity.lru.next_tick_ns` gives it.
+            now_ns: the server's time, as :func:`vua.capacity.upkeep.next_tick_ns` gives it.
             before_ns: chunks with this mtime or a younger one stay.
             pins_nbytes: pinned and retained chunks stay up to so many bytes, those of the highest
                 rank; None: all.

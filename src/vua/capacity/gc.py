@@ -17,11 +17,10 @@ from vua.capacity import marks
 from vua.capacity.evictor import PINNED_SHARE, Evictor
 from vua.capacity.limits import Limits, ResolvedLimits
 from vua.capacity.listing import Listing
-from vua.capacity.lru import mtime_ns_of, next_tick_ns, server_now_ns, set_mtime
-from vua.capacity.policy import LeastHitDensity
+from vua.capacity.lru import LeastHitDensity, mtime_ns_of, set_mtime
 from vua.capacity.removal import NOTHING, Collection, DeletionTotals, Remover
 from vua.capacity.spaces import GRACE_S, Show, Space, listed, spaces, trash_in
-from vua.capacity.upkeep import Tally, lease, upkeep_directory
+from vua.capacity.upkeep import Tally, lease, next_tick_ns, server_now_ns, upkeep_directory
 from vua.capacity.usage import TOLERANCE, measure, nbytes_per_inode
 from vua.io.posix import closing_fd
 from vua.io.words import counted

@@ -1,4 +1,10 @@
-"""When a chunk was last used: the modification time of its directory, which only a server sets.
+"""Which chunks go first, and when each was last used: the mtime of its directory.
+
+Eviction deletes the chunks of the lowest *rank* (:mod:`vua.capacity.evictor`). The process that
+looks for victims ranks all chunks; the rest take what it found. "Another policy" in
+docs/architecture.md tells how to replace :class:`LRU`, for which the rank is the mtime.
+:class:`LeastHitDensity` ranks by expected hits; mtimes are set as for LRU, so a process without
+that knowledge, or another version of VUA, evicts by these.
 
 Uses have no index. A chunk's directory carries the *mtime*: publishing sets it, and readers
 and writers set it again (``utimensat``). Access times are never used, so `relatime`, `noatime` and
@@ -23,14 +29,19 @@ from __future__ import annotations
 
 import contextlib
 import os
+import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
-from typing import Final
+from typing import Final, TypeAlias
 
-from vua.io.forks import new_lock
+import numpy as np
+
+from vua.capacity.hit_density import RETAINED, HitDensity, UseLog
+from vua.capacity.spaces import Column
+from vua.io.forks import new_lock, watch
 from vua.io.pool import Pool
-from vua.native import LATEST_NS
+from vua.native import LATEST_NS, ChunkNames
 from vua.storage.names import chunk_path
 
 MTIME_STEP_NS: Final = 1000
@@ -40,10 +51,13 @@ ORPHAN_MTIME_NS: Final = 10**18
 """mtime (in 2001) of a chunk whose parent is missing. With 'now' it would look recently used and
 evict the front of its own prompt."""
 
-_TICK_MAX_S: Final = 0.05
-"""Longest wait for the file system's clock."""
-_TICK_STEP_S: Final = 0.002
-"""Interval of reading it; each read takes the GIL."""
+_PER_UNIT: Final = 1e17
+"""Ranks are whole numbers of 64 bits: hits per second, times this."""
+RETAINED_RANK: Final = int(RETAINED * _PER_UNIT)
+"""Chunks of this rank or a higher one are retained."""
+FUTURE_NS: Final = 10 * 10**9
+"""An mtime further ahead of the server's clock than this means that the clock was set back."""
+_OLDEST: Final = -(1 << 62)
 
 
 def mtime_ns_of(directory: int, chunk: str) -> int | None:
@@ -127,31 +141,6 @@ def inherit(directory: int, chunk: str, parent: str) -> bool:
     return True
 
 
-def server_now_ns(directory: int) -> int:
-    """Return the file system's own time, ns since 1970, which ``directory`` then has as its mtime.
-
-    Needs no space, so a full file system tells it, too. Raises OSError if ``directory`` (a
-    descriptor) cannot be written to.
-    """
-    os.utime(directory)
-    return os.fstat(directory).st_mtime_ns
-
-
-def next_tick_ns(directory: int) -> int:
-    """Wait until the file system's clock advances, and return its time: see :func:`server_now_ns`.
-
-    Changes before the call have an older mtime and ctime then, changes after it do not. Linux's own
-    file systems use a clock that advances every 1 to 10 ms. Waits 50 ms at most: some file systems
-    keep whole seconds, and then the order is unknown.
-    """
-    began_s, began_ns = time.monotonic(), server_now_ns(directory)
-    now_ns = began_ns
-    while now_ns == began_ns and time.monotonic() - began_s < _TICK_MAX_S:
-        time.sleep(_TICK_STEP_S)
-        now_ns = server_now_ns(directory)
-    return now_ns if now_ns != began_ns else began_ns + 1
-
-
 INTERVAL_S: Final = 60.0
 """A process touches the same prefix once in this time: 1000 hits a minute cost one touch."""
 _QUEUED_MAX: Final = 256
@@ -211,3 +200,115 @@ class Recent:
         with self._lock:
             seen = self._seen
             return any(name in seen and now - seen[name] < self._interval_s for name in names)
+
+
+# -- policies ------------------------------------------------------------------------------------
+
+Rank: TypeAlias = Callable[[ChunkNames, Column], Column]
+"""The ranks of chunks, by their names (64 hex) and mtimes in ns. A chunk that follows another one
+in prompts has a lower rank, or the same and an older mtime."""
+
+
+def by_mtime(now_ns: int) -> Rank:
+    """Rank chunks as LRU does, below all ranks that are expected hits.
+
+    Those with mtimes from the future go first, in their order: when they were used is not known.
+    """
+
+    def rank(chunks: ChunkNames, mtimes_ns: Column) -> Column:
+        del chunks
+        ahead = mtimes_ns > now_ns + FUTURE_NS
+        return np.where(ahead, 2 * _OLDEST + (mtimes_ns >> 2), mtimes_ns + _OLDEST)
+
+    return rank
+
+
+class LRU:
+    """Evicts the least recently used chunk; the base of other policies. Thread-safe.
+
+    Any process may be the one that ranks, so all that use a directory should have the same policy.
+    """
+
+    def used(self, directory: int, chunks: Sequence[str]) -> int:
+        """Note the use of a stored prefix: set its mtimes to now; returns how many were noted.
+
+        Called for a load, and for the existing prefix of what is stored. New chunks get their
+        mtimes from it: without renewal a full directory refuses them. A child's mtime must always
+        stay older than its parent's: they are set front to back. Never raises for the state of the
+        storage.
+
+        Args:
+            directory: descriptor of the namespace directory.
+            chunks: names of chunks, from the prompt's first one on.
+        """
+        return touch(directory, chunks)
+
+    def asked(self, chunks: Sequence[str]) -> None:
+        """Note a request for a prompt, stored or not; never raises."""
+
+    def hinted(self, chunks: Sequence[str], retain_s: float, most_chunks: int) -> bool:
+        """Note that a prompt's chunks are retained for so many seconds, or (0) dropped.
+
+        Returns False, having noted nothing, if more than ``most_chunks`` chunks would be retained
+        then, or (as here) if this policy heeds no hints. Never raises.
+        """
+        del chunks, retain_s, most_chunks
+        return False
+
+    def rank(self, now_ns: int) -> Rank:
+        """Return what ranks chunks at this time (the server's, ns since 1970): by their mtimes."""
+        return by_mtime(now_ns)
+
+
+class LeastHitDensity(LRU):
+    """Evicts by what `HitDensity` learns from a directory's log; as LRU until that is enough."""
+
+    def __init__(self, root: str | os.PathLike[str]) -> None:
+        self._root = root
+        self.after_fork()
+        watch(self)
+
+    def after_fork(self) -> None:
+        """Know nothing, with a log of one's own; see :mod:`vua.io.forks`."""
+        self._writing, self._learning = threading.Lock(), threading.Lock()
+        self._log, self._density = UseLog(self._root), HitDensity()
+
+    def asked(self, chunks: Sequence[str]) -> None:
+        with self._writing:
+            self._log.append(chunks)
+
+    def hinted(self, chunks: Sequence[str], retain_s: float, most_chunks: int) -> bool:
+        """Write a hint to the log, from which all processes know it."""
+        if retain_s > 0:
+            with self._learning:
+                self._density.note(self._log.records())
+                names = ChunkNames.of(chunks).numbers()
+                others = self._density.retained(self._log.now_s, names)
+            if others + len(chunks) > most_chunks:
+                return False
+        with self._writing:
+            self._log.append(chunks, retain_s)
+        return True
+
+    def rank(self, now_ns: int) -> Rank:
+        """Rank by hit density, by mtime until enough is known; unknown chunks go first.
+
+        What is used or stored after ``now_ns`` may not be in the log: it is not evicted
+        (:func:`vua.capacity.lru.is_unchanged`).
+        """
+        density, unknown = self._density, by_mtime(now_ns)
+        with self._learning:
+            density.note(self._log.records())
+            if not (density.is_learned or density.is_told):
+                return unknown
+            known, rows = density.in_order()
+            worths = (density.worths(now_ns / 1e9)[rows] * _PER_UNIT).astype(np.int64)
+
+        def rank(chunks: ChunkNames, mtimes_ns: Column) -> Column:
+            names, ranks = chunks.numbers(), unknown(chunks, mtimes_ns)
+            at = np.minimum(np.searchsorted(known, names), len(known) - 1)
+            is_known = (known[at] == names) & (mtimes_ns > ORPHAN_MTIME_NS)
+            ranks[is_known] = worths[at[is_known]]
+            return ranks
+
+        return rank

@@ -24,11 +24,10 @@ from typing import Final
 from vua.capacity import marks
 from vua.capacity.evictor import AT_ONCE, HIGHEST, PINNED_SHARE, Candidate, Evictor
 from vua.capacity.limits import Limits
-from vua.capacity.lru import next_tick_ns
-from vua.capacity.policy import LRU
+from vua.capacity.lru import LRU
 from vua.capacity.removal import NOTHING, DeletionTotals, drop_empty_fans
 from vua.capacity.spaces import spaces
-from vua.capacity.upkeep import Lease, lease, upkeep_directory
+from vua.capacity.upkeep import Lease, lease, next_tick_ns, upkeep_directory
 from vua.capacity.usage import UsageEstimate
 from vua.errors import ConfigError
 from vua.io.forks import watch

@@ -34,8 +34,10 @@ from vua.capacity.evictor import PINNED_SHARE, Candidate
 from vua.capacity.limits import Limits, ResolvedLimits
 from vua.capacity.lru import (
     INTERVAL_S,
+    LRU,
     MTIME_STEP_NS,
     ORPHAN_MTIME_NS,
+    LeastHitDensity,
     Recent,
     Touches,
     inherit,
@@ -43,7 +45,6 @@ from vua.capacity.lru import (
     set_mtime,
 )
 from vua.capacity.marks import mark
-from vua.capacity.policy import LRU, LeastHitDensity
 from vua.capacity.reclaim import Reclaimer
 from vua.capacity.spaces import Space
 from vua.errors import ConfigError, StorageFullError

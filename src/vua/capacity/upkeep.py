@@ -51,6 +51,10 @@ FULL: Final = frozenset({errno.ENOSPC, errno.EDQUOT})
 """Errors that mean: nothing can be made here, and perhaps nothing be changed."""
 LEASE_S: Final = 30.0
 """After so long without a renewal a holder counts as dead: it renews often while it searches."""
+_TICK_MAX_S: Final = 0.05
+"""Longest wait for the file system's clock."""
+_TICK_STEP_S: Final = 0.002
+"""Interval of reading it; each read takes the GIL."""
 
 
 class Bare(int):
@@ -87,6 +91,31 @@ def upkeep_folder(root: str | os.PathLike[str], name: str) -> Iterator[int]:
         folder = make_directory(above, name, stat.S_IMODE(os.fstat(above).st_mode))
     with closing_fd(folder):
         yield folder
+
+
+def server_now_ns(directory: int) -> int:
+    """Return the file system's own time, ns since 1970, which ``directory`` then has as its mtime.
+
+    Needs no space, so a full file system tells it, too. Raises OSError if ``directory`` (a
+    descriptor) cannot be written to.
+    """
+    os.utime(directory)
+    return os.fstat(directory).st_mtime_ns
+
+
+def next_tick_ns(directory: int) -> int:
+    """Wait until the file system's clock advances, and return its time: see :func:`server_now_ns`.
+
+    Changes before the call have an older mtime and ctime then, changes after it do not. Linux's own
+    file systems use a clock that advances every 1 to 10 ms. Waits 50 ms at most: some file systems
+    keep whole seconds, and then the order is unknown.
+    """
+    began_s, began_ns = time.monotonic(), server_now_ns(directory)
+    now_ns = began_ns
+    while now_ns == began_ns and time.monotonic() - began_s < _TICK_MAX_S:
+        time.sleep(_TICK_STEP_S)
+        now_ns = server_now_ns(directory)
+    return now_ns if now_ns != began_ns else began_ns + 1
 
 
 class Lease:
@@ -165,8 +194,6 @@ def _expired(directory: int, name: str, expiry_s: float) -> bool:
         return True
     if not stat.S_ISREG(found.st_mode) or found.st_size:
         return False  # not created by VUA
-    from vua.capacity.lru import server_now_ns  # noqa: PLC0415 - `vua ls` is quicker without
-
     return abs(server_now_ns(directory) - found.st_mtime_ns) > expiry_s * 1e9
 
 

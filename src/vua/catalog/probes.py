@@ -23,7 +23,7 @@ import numpy as np
 
 from vua import native
 from vua.capacity.limits import ResolvedLimits, read_bounds
-from vua.capacity.lru import server_now_ns
+from vua.capacity.upkeep import server_now_ns
 from vua.capacity.usage import measure
 from vua.catalog.base import Demand, Finding, Level, Verdict, probed, timed
 from vua.connector.proved import SampleCounts, Tally

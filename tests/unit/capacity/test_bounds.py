@@ -21,8 +21,8 @@ from properties import given, settings
 from replay import NBYTES, Cache
 from vua.capacity import limits as bounds_module
 from vua.capacity.limits import Limits, ResolvedLimits, read_bounds, write_bounds
-from vua.capacity.lru import Recent, mtime_ns_of, server_now_ns, set_mtime, touch
-from vua.capacity.upkeep import lease, upkeep_directory
+from vua.capacity.lru import Recent, mtime_ns_of, set_mtime, touch
+from vua.capacity.upkeep import lease, server_now_ns, upkeep_directory
 from vua.errors import ConfigError, StorageFullError
 from vua.format.keys import KeyChain, token_ids
 

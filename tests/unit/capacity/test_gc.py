@@ -15,9 +15,9 @@ from commands import collect, run, run_json
 from helpers import DirectoryTest, Memory, caches_of, flip, model_arrays, save_chunk
 from vua.capacity.limits import Limits, ResolvedLimits, read_bounds
 from vua.capacity.listing import ancestors
-from vua.capacity.lru import server_now_ns
 from vua.capacity.marks import pin, settle_ttl, unpin
 from vua.capacity.spaces import Space
+from vua.capacity.upkeep import server_now_ns
 from vua.capacity.usage import measure
 from vua.cli.upkeep import rm
 from vua.core import VUA, VUAConfig

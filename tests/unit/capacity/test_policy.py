@@ -1,4 +1,4 @@
-"""Mirrors `vua.capacity.policy`; that another eviction policy takes one class, too."""
+"""Mirrors `vua.capacity.lru`; that another eviction policy takes one class, too."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from replay import LAYOUT, NBYTES
 from vua.capacity import evictor
 from vua.capacity.evictor import Evictor
 from vua.capacity.limits import Limits
-from vua.capacity.lru import mtime_ns_of, next_tick_ns, server_now_ns, set_mtime
-from vua.capacity.policy import LRU, LeastHitDensity
+from vua.capacity.lru import LRU, LeastHitDensity, mtime_ns_of, set_mtime
 from vua.capacity.reservation import Capacity
+from vua.capacity.upkeep import next_tick_ns, server_now_ns
 from vua.device.buffers import StagingBuffer
 from vua.format.identity import Identity
 from vua.format.keys import KeyChain, token_ids

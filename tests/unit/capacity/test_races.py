@@ -12,9 +12,10 @@ from helpers import DirectoryTest, without_native_deletion
 from replay import LAYOUT, NBYTES, Cache
 from vua.capacity.evictor import Candidates, Evictor, Sweep
 from vua.capacity.limits import Limits
-from vua.capacity.lru import mtime_ns_of, next_tick_ns, server_now_ns, set_mtime
+from vua.capacity.lru import mtime_ns_of, set_mtime
 from vua.capacity.reclaim import Reclaimer
 from vua.capacity.removal import evict_chunk
+from vua.capacity.upkeep import next_tick_ns, server_now_ns
 from vua.capacity.usage import UsageEstimate, measure
 from vua.format.keys import KeyChain, token_ids
 from vua.storage.base import WRITTEN

@@ -21,8 +21,8 @@ from helpers import SOON_S, TESTS, DirectoryTest, until
 from replay import LAYOUT, NBYTES, Cache
 from vua.capacity import evictor
 from vua.capacity.evictor import Evictor
-from vua.capacity.lru import mtime_ns_of, server_now_ns, set_mtime
-from vua.capacity.upkeep import lease, upkeep_directory
+from vua.capacity.lru import mtime_ns_of, set_mtime
+from vua.capacity.upkeep import lease, server_now_ns, upkeep_directory
 from vua.format.keys import ChunkKey, KeyChain, token_ids
 from vua.storage.base import WRITTEN
 

@@ -18,11 +18,10 @@ from replay import LAYOUT
 from vua.capacity import evictor, reclaim, spaces
 from vua.capacity.evictor import Evictor, names_of, tell_victims, told_victims
 from vua.capacity.limits import Limits
-from vua.capacity.lru import next_tick_ns, server_now_ns, set_mtime
-from vua.capacity.policy import LRU
+from vua.capacity.lru import LRU, set_mtime
 from vua.capacity.reclaim import Reclaimer
 from vua.capacity.spaces import Space
-from vua.capacity.upkeep import upkeep_directory
+from vua.capacity.upkeep import next_tick_ns, server_now_ns, upkeep_directory
 from vua.storage.mark import claim
 
 NBYTES = 1000

@@ -10,10 +10,11 @@ from helpers import DirectoryTest, noise
 from vua.capacity import marks
 from vua.capacity.evictor import Evictor, expired
 from vua.capacity.limits import Limits, ResolvedLimits
-from vua.capacity.lru import next_tick_ns, server_now_ns, set_mtime, touch
+from vua.capacity.lru import set_mtime, touch
 from vua.capacity.marks import pin
 from vua.capacity.reservation import Capacity
 from vua.capacity.spaces import Space
+from vua.capacity.upkeep import next_tick_ns, server_now_ns
 from vua.device.buffers import StagingBuffer
 from vua.format.identity import Identity
 from vua.format.keys import KeyChain, token_ids

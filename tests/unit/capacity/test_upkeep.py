@@ -24,10 +24,9 @@ from vua.capacity import marks
 from vua.capacity.evictor import PINNED_SHARE, Candidate, Evictor, Sweep
 from vua.capacity.limits import Limits, ResolvedLimits
 from vua.capacity.listing import read_listing
-from vua.capacity.lru import server_now_ns
-from vua.capacity.policy import by_mtime
+from vua.capacity.lru import by_mtime
 from vua.capacity.spaces import Space, spaces
-from vua.capacity.upkeep import upkeep_directory
+from vua.capacity.upkeep import server_now_ns, upkeep_directory
 from vua.capacity.usage import measure
 from vua.core import VUA, VUAConfig
 from vua.storage.mark import is_marked
