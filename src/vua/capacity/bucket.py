@@ -41,7 +41,7 @@ log = logging.getLogger(__name__)
 
 
 class BucketCapacity:
-    """As :class:`vua.capacity.reservation.Capacity` for a directory. Thread-safe.
+    """As :class:`vua.capacity.reclaim.Capacity` for a directory. Thread-safe.
 
     Bounds nothing, and renews objects while they are used. Pins are the same marks as in a
     directory. Per-chunk times to live, and pins that an engine's request asks for, are not

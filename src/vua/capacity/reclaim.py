@@ -1,9 +1,9 @@
-"""Evicts from one cache directory, in time for the writers of one process.
+"""Keeps a cache directory within its limits, from inside the processes that use it.
 
-A writer asks :meth:`Reclaimer.reserve` before it writes. While there is space it gets the answer at
-once; else it evicts, for some seconds at most, or is refused: nothing is written beyond the limit.
-Near the limit a thread looks for victims, and evicts, before a writer has to. An idle cache has no
-thread.
+A writer asks for space before it writes (:mod:`vua.capacity.reservation`). While there is some it
+gets the answer at once; else it evicts, for some seconds at most, or is refused: nothing is written
+beyond the limit. Near the limit a thread looks for victims, and evicts, before a writer has to. An
+idle cache has no thread.
 """
 
 from __future__ import annotations
@@ -16,20 +16,22 @@ import os
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Final
 
 from vua.capacity import marks
 from vua.capacity.evictor import AT_ONCE, HIGHEST, PINNED_SHARE, Candidate, Evictor
-from vua.capacity.limits import Limits
-from vua.capacity.lru import LRU
+from vua.capacity.limits import Limits, ResolvedLimits
+from vua.capacity.lru import INTERVAL_S, LRU, LeastHitDensity, Recent, Touches
 from vua.capacity.removal import NOTHING, DeletionTotals, drop_empty_fans
-from vua.capacity.spaces import spaces
+from vua.capacity.reservation import Pending, Reservation
+from vua.capacity.spaces import Space, spaces
 from vua.capacity.upkeep import Lease, lease, next_tick_ns, upkeep_directory
 from vua.capacity.usage import UsageEstimate
 from vua.errors import ConfigError
+from vua.format.keys import ChunkKey, Keys
 from vua.io.forks import watch
 from vua.io.posix import closing_fd
 from vua.storage.local import LocalStorage
@@ -67,6 +69,8 @@ _CLOSE_WAIT_S: Final = 5.0
 _PAUSES_S: Final = (1.0, 300.0)
 """How long nothing is written after the disk stayed full: first, doubled each time, at most."""
 _AGAIN_S: Final = 3600.0
+_BATCH_SHARE: Final = 1 / 256
+"""Share of the limit that one reservation may ask for: several processes do so independently."""
 _REASONS: Final = {"behind", "evict", "full", "mark", "size", "thread"}
 """Warnings that say why a chunk is not stored."""
 _NO_SPACE: Final = (
@@ -83,8 +87,8 @@ class StoppedError(Exception):
     """The current eviction must end: its process ends, or its writer has waited long enough."""
 
 
-class Reclaimer:
-    """Reserves space for the writers of one process, and evicts for them. Thread-safe.
+class Capacity:
+    """The limits of one cache, for one namespace that is written. Thread-safe.
 
     Arithmetic is guarded by one lock. One thread at a time measures and evicts, which holds the
     evictor's lock: a writer that found no space, or the thread of this class. That thread looks for
@@ -94,20 +98,28 @@ class Reclaimer:
     def __init__(
         self,
         root: str | os.PathLike[str],
-        bounds: Limits,
-        counts: Counter[str],
+        storage: LocalStorage,
+        bounds: Limits | None = None,
         policy: LRU | None = None,
-        held: LocalStorage | None = None,
     ) -> None:
-        """Prepare for ``root``; add events to ``counts``. Reads and starts nothing until needed.
+        """Bound ``storage``, a namespace of ``root``. Reads and starts nothing until needed.
 
-        ``held`` is the target of writes, a directory of ``root``. It is measured at its current
-        path, so both are checked together.
+        Args:
+            root: directory of the cache.
+            storage: a namespace of it. It is measured at its current path, so both are checked
+                together.
+            bounds: this process's limits.
+            policy: what goes first; by default the chunks that promise the fewest hits.
         """
-        self._root, self._bounds, self._counts = Path(root), bounds, counts
-        self._held, self._moves = held, 0 if held is None else held.moves
-        self._evictor = Evictor(self._root, policy=policy)
+        self._root, self.storage, self._moves = Path(root), storage, storage.moves
+        self._limits = Limits() if bounds is None else bounds
+        self.counts: Counter[str] = Counter()
+        """Events so far: chunks_evicted, bytes_evicted, chunks_refused, full."""
+        self.policy: LRU = policy or LeastHitDensity(root)
+        self._evictor = Evictor(self._root, policy=self.policy)
         self._evictor.shares = True
+        self.pending, self.touches = Pending(), Touches()
+        self._requests, self._stores = Recent(INTERVAL_S), Recent(INTERVAL_S)
         self._warned: dict[str, float] = {}
         self._reset()
         watch(self)
@@ -119,7 +131,7 @@ class Reclaimer:
 
     def _reset(self) -> None:
         self._changed = threading.Condition(threading.RLock())
-        self._estimate = UsageEstimate(self._root, self._bounds, self._changed)
+        self._estimate = UsageEstimate(self._root, self._limits, self._changed)
         self._evictor.lock = threading.RLock()
         self._paused_until_s = 0.0  # nothing is to be written before this, by the monotonic clock
         self._pause_s = _PAUSES_S[0]
@@ -132,14 +144,27 @@ class Reclaimer:
         self._stop_s = math.inf  # time limit of the eviction that holds the evictor's lock
 
     def close(self) -> None:
-        """End the thread, waiting for a few seconds at most. A second call does nothing."""
+        """Finish what is to be touched, and end the threads, waiting for some seconds at most.
+
+        A second call does nothing.
+        """
+        self.touches.close()
         with self._changed:
             self._closed = True
             self._changed.wait_for(lambda: not self._thread_running, _CLOSE_WAIT_S)
 
-    def on_evicted(self, tell: Callable[[Candidate], None]) -> None:
-        """Call ``tell`` with each chunk that is evicted here, on the thread that evicts."""
-        self._evictor.evicted = tell
+    @property
+    def space(self) -> Space:
+        return Space(self.storage.directory.name, self.storage.fileno())
+
+    def on_evicted(self, tell: Callable[[str], None]) -> None:
+        """Call ``tell`` with the name of each chunk of this namespace that is evicted here."""
+
+        def evicted(victim: Candidate) -> None:
+            if victim.space == self.space.name:
+                tell(victim.chunk)
+
+        self._evictor.evicted = evicted
 
     def spare_unsent(self) -> None:
         """Evict chunks that are not uploaded to slower tiers only if nothing else is left."""
@@ -172,7 +197,28 @@ class Reclaimer:
 
     # -- for writers ---------------------------------------------------------------------------
 
-    def reserve(self, nbytes: int, before_ns: int | None = None, files: int = 1) -> bool:
+    def reserve(
+        self,
+        keys: Sequence[ChunkKey],
+        nbytes: int,
+        ttl_s: float | None = None,
+        *,
+        prompt: tuple[int, int] = (0, 0),
+    ) -> Reservation:
+        """Return space for consecutive chunks of a prompt; enter it to have it.
+
+        Entering waits some seconds at most for eviction. Threads that write chunks of one prompt
+        enter in the order of the prompt: a child then gets its mtime after its parent.
+
+        Args:
+            keys: the chunks, in order.
+            nbytes: size of each one's file.
+            ttl_s: they may be deleted when unused for so long, see :mod:`vua.capacity.marks`.
+            prompt: tokens of their prompt, as far as known, and the bytes that all of it takes.
+        """
+        return Reservation(self, keys, nbytes, ttl_s, prompt)
+
+    def grant(self, nbytes: int, before_ns: int | None = None, files: int = 1) -> bool:
         """Reserve space for files; False: no space, do not write them.
 
         Args:
@@ -247,15 +293,15 @@ class Reclaimer:
                 log.exception("%s: an error that eviction should have handled", self._root)
 
     def settle(self, reserved_bytes: int, written_bytes: int, files: int = 1) -> None:
-        """Note how much of what was reserved is written; once for each :meth:`reserve`."""
+        """Note how much of what was reserved is written; once for each :meth:`grant`."""
         with self._changed:
             self._estimate.settle(reserved_bytes, written_bytes, files)
             if written_bytes:
                 self._pause_s = _PAUSES_S[0]  # the disk takes files: the next pause is short again
 
     def relieve_full_disk(self, nbytes: int, before_ns: int | None) -> None:
-        """Evict because the disk was found full, despite the estimate; waits as `reserve` does."""
-        self._counts["full"] += 1
+        """Evict because the disk was found full, despite the estimate; waits as `grant` does."""
+        self.counts["full"] += 1
         self._evict_for(nbytes, before_ns, 1, full=True)
 
     def pause(self, why: str) -> None:
@@ -271,12 +317,104 @@ class Reclaimer:
         limits = self._estimate.limits
         return 0 if limits is None else limits.max_bytes
 
+    @property
+    def batch_bytes(self) -> int:
+        """Most bytes of one reservation; anything larger goes alone."""
+        return int(self.max_bytes * _BATCH_SHARE)
+
+    # -- use ------------------------------------------------------------------------------------
+
+    def used(self, keys: Keys, chunks: int, *, wait: bool = False, storing: bool = False) -> None:
+        """Note a request for ``keys``. The first ``chunks`` of them are stored, and used now.
+
+        The same request is logged at most once a minute. Returns at once and works in the
+        background. Never raises for the state of the storage.
+
+        Args:
+            keys: the chunks of a prompt, from its first one on.
+            chunks: how many of them are stored.
+            wait: work before returning, each time.
+            storing: missing chunks are stored next. A request that this process logged in the last
+                minute, for these keys or a prefix of them, is this one: it counts once.
+        """
+        many = len(keys)
+        if not many:
+            return
+        names = [keys[at].name for at in range(many)]
+        if storing:
+            is_new = not self._requests.passed_any(names) and self._stores.passes(names[-1])
+        else:
+            is_new = self._requests.passes(names[-1]) or wait
+        touched = chunks if wait or (chunks and self.touches.wants(names[chunks - 1])) else 0
+        if is_new or touched:
+            self.touches.touch(partial(self._note, names, touched, is_new=is_new), wait=wait)
+
+    def _note(self, chunks: Sequence[str], touched: int, *, is_new: bool) -> None:
+        """Log a request, and only then show that its chunks are used: see `LeastHitDensity`."""
+        if is_new:
+            self.policy.asked(chunks)
+        if touched:
+            self.policy.used(self.storage.fileno(), chunks[:touched])
+
+    def hinted(self, chunks: Sequence[str], retain_s: float, chunk_nbytes: int) -> str:
+        """Retain a prompt's chunks for so many seconds, or (0) drop them.
+
+        Half of the limit may be retained. Hints are in the log of the directory, which all
+        processes and hosts read. Never raises for the state of the storage.
+
+        Args:
+            chunks: the prompt's, from its first one on, stored or not.
+            retain_s: seconds from now on, an hour at most.
+            chunk_nbytes: bytes of one chunk, of all ranks together.
+
+        Returns what became of it, in a word of the metrics.
+        """
+        try:
+            most = ResolvedLimits.of(self._root, self._limits).max_bytes
+        except (OSError, ConfigError):
+            return "not_kept"
+        budget = int(most * PINNED_SHARE) // max(1, chunk_nbytes)
+        if not self.policy.hinted(chunks, retain_s, budget):
+            return "over_budget"
+        return "retained" if retain_s else "dropped"
+
+    def pin(self, chunk: str) -> bool:
+        """Protect a chunk and its prefix from eviction; returns whether any is held.
+
+        Reads one header per chunk of the prefix; never raises for the state of the storage.
+        """
+        try:
+            return bool(marks.pin(self.space, chunk))
+        except OSError as problem:
+            text = f"{self._root}: nothing can be pinned: {problem}"
+            self.warn_once("pin", text)
+            return False
+
+    def pin_prefix(self, chunks: Sequence[str]) -> int:
+        """Pin a prefix of stored chunks; return how many are held.
+
+        Raises OSError only if this process has no more descriptors.
+        """
+        return len(marks.pin(self.space, chunks[-1])) if chunks else 0
+
+    def unpin_prefix(self, chunks: Sequence[str]) -> int:
+        """Undo :meth:`pin_prefix` of these chunks and their prefixes; return the number."""
+        return marks.unpin_prefix(self.space, chunks)
+
+    def raise_ttls(self, chunk: str, ttl_s: float) -> None:
+        """Raise the times to live of a chunk and its prefix; never raises for the storage."""
+        marks.raise_ttls(self.space, chunk, ttl_s)
+
+    def share_reads(self) -> None:
+        """Expect other processes of this host to read the same entries at the same time."""
+        self.storage.shares_reads = True
+
     # -- arithmetic, for who holds the lock ---------------------------------------------------
 
     def _note_move(self) -> None:
         """Forget all if the target of writes became another directory, which may have space."""
-        if self._held is not None and self._held.moves != self._moves:
-            self._moves = self._held.moves
+        if self.storage.moves != self._moves:
+            self._moves = self.storage.moves
             self._estimate.forget()
             self._pause_s = _PAUSES_S[0]
             self._paused_until_s = self._ahead_from_s = 0.0
@@ -317,7 +455,7 @@ class Reclaimer:
 
         Args:
             nbytes: size of the write.
-            before_ns: as for :meth:`reserve`.
+            before_ns: as for :meth:`grant`.
             full: the disk was found full, despite the estimate. The answer is then True also if
                 nothing could be evicted: another process may have evicted.
 
@@ -395,9 +533,8 @@ class Reclaimer:
         self._search_from_s = began_s + max(1.0, 21 * (time.monotonic() - began_s))
 
     def _follow(self) -> None:
-        if self._held is not None:
-            with contextlib.suppress(OSError):
-                self._held.follow(doubt=True)
+        with contextlib.suppress(OSError):
+            self.storage.follow(doubt=True)
         with self._changed:
             self._note_move()
 
@@ -443,7 +580,7 @@ class Reclaimer:
         try:
             if is_marked(self._root):
                 return True
-            if self._held is not None and not self._held.follow(doubt=True):
+            if not self.storage.follow(doubt=True):
                 return False  # it is gone, which is said already
             text = f"{self._root} has no {MARK}, so nothing is deleted there: it fills up to its"
             self.warn_once("mark", f"{text} bounds; {how_to_mark(self._root)}")
@@ -488,8 +625,8 @@ class Reclaimer:
         with self._changed:
             lacked_inodes = self._estimate.lacks_inodes
             self._estimate.freed(freed.nbytes, freed.chunks)
-            self._counts["chunks_evicted"] += freed.chunks
-            self._counts["bytes_evicted"] += freed.nbytes
+            self.counts["chunks_evicted"] += freed.chunks
+            self.counts["bytes_evicted"] += freed.nbytes
         if lacked_inodes:
             with contextlib.suppress(OSError):
                 drop_empty_fans(self._root)

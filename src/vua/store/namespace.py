@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeAlias
 
 from vua.capacity.bucket import BucketCapacity
 from vua.capacity.limits import Limits
-from vua.capacity.reservation import Capacity
+from vua.capacity.reclaim import Capacity
 from vua.errors import ConfigError, EntryError, LayoutError, StorageError, explaining
 from vua.format.identity import Identity
 from vua.format.keys import KeyChain

@@ -21,7 +21,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Container, Sequence
 from typing import TYPE_CHECKING, Final, NamedTuple
 
-from vua.capacity.reservation import Capacity
+from vua.capacity.reclaim import Capacity
 from vua.errors import EntryError, ForeignEntryError, InputError
 from vua.format.entry import EntryCodec, entry_plan
 from vua.format.keys import ChunkKey, Keys

@@ -29,7 +29,7 @@ from vua.capacity.bucket import Renewal
 from vua.capacity.limits import Limits
 from vua.capacity.lru import mtime_ns_of, set_mtime
 from vua.capacity.marks import mark
-from vua.capacity.reservation import Capacity
+from vua.capacity.reclaim import Capacity
 from vua.errors import EntryError, StorageError
 from vua.format.keys import Keys
 from vua.io.forks import watch
@@ -494,7 +494,7 @@ class TieredCapacity(Capacity):
         bounds: Limits | None,
     ) -> None:
         super().__init__(near.directory.parent, near, bounds)
-        self.reclaimer.spare_unsent()
+        self.spare_unsent()
         self.travel = Travel(near, far, self)
         self._buckets = [one for one in far if isinstance(one, ObjectStorage)]
         self.renewals = [Renewal(one, bounds, self.travel.resend_missing) for one in self._buckets]

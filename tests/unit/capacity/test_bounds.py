@@ -233,7 +233,7 @@ class TestCapacity(DirectoryTest):
         full[4] = 0  # f_bavail
         cache = Cache(self.root)
         with mock.patch("os.statvfs", return_value=os.statvfs_result(full)):
-            cache.capacity.reclaimer.measure()
+            cache.capacity.measure()
         cache.request([99])
         self.assertEqual(1, cache.store.lookup(KeyChain(token_ids([99]), 1)))
         self.assertEqual(0, cache.capacity.counts["chunks_evicted"])

@@ -85,7 +85,7 @@ class FullTest(DirectoryTest):
             vua.put(of(prompt), CACHE)
         namespace = vua.namespace()
         assert namespace is not None
-        reclaim = namespace.capacity.reclaimer
+        reclaim = namespace.capacity
         with nothing_can_be_made():
             self.assertTrue(reclaim.make_space(4 * NBYTES, full=True))
         self.assertGreaterEqual(namespace.capacity.counts["chunks_evicted"], 4)

@@ -15,7 +15,7 @@ from vua.capacity import evictor
 from vua.capacity.evictor import Evictor
 from vua.capacity.limits import Limits
 from vua.capacity.lru import LRU, LeastHitDensity, mtime_ns_of, set_mtime
-from vua.capacity.reservation import Capacity
+from vua.capacity.reclaim import Capacity
 from vua.capacity.upkeep import next_tick_ns, server_now_ns
 from vua.device.buffers import StagingBuffer
 from vua.format.identity import Identity

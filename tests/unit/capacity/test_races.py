@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import threading
-from collections import Counter
 from typing import Any
 from unittest import mock
 
@@ -12,8 +11,8 @@ from helpers import DirectoryTest, without_native_deletion
 from replay import LAYOUT, NBYTES, Cache
 from vua.capacity.evictor import Candidates, Evictor, Sweep
 from vua.capacity.limits import Limits
-from vua.capacity.lru import mtime_ns_of, set_mtime
-from vua.capacity.reclaim import Reclaimer
+from vua.capacity.lru import LRU, mtime_ns_of, set_mtime
+from vua.capacity.reclaim import Capacity
 from vua.capacity.removal import evict_chunk
 from vua.capacity.upkeep import next_tick_ns, server_now_ns
 from vua.capacity.usage import UsageEstimate, measure
@@ -53,9 +52,8 @@ class RacesTest(DirectoryTest):
     def test_own_prompt(self) -> None:
         """Ahead of need nothing goes that a prompt, of those being written now, may begin with."""
         for oldest, stays in ((3600, 10), (3594, 9)):  # seconds ago
-            reclaim = Reclaimer(
-                self.root, Limits(max_bytes=9 * NBYTES, min_free_bytes=0), Counter()
-            )
+            limits = Limits(max_bytes=9 * NBYTES, min_free_bytes=0)
+            reclaim = Capacity(self.root, self.cache.capacity.storage, limits, LRU())
             for ago_s in (oldest, 5):  # the prompt that began last is not the one to look at
                 reclaim.note_request(NBYTES, self.now_ns - ago_s * SECOND_NS, 1)
             reclaim.work_ahead()

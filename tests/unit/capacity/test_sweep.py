@@ -19,9 +19,10 @@ from vua.capacity import evictor, reclaim, spaces
 from vua.capacity.evictor import Evictor, names_of, tell_victims, told_victims
 from vua.capacity.limits import Limits
 from vua.capacity.lru import LRU, set_mtime
-from vua.capacity.reclaim import Reclaimer
+from vua.capacity.reclaim import Capacity
 from vua.capacity.spaces import Space
 from vua.capacity.upkeep import next_tick_ns, server_now_ns, upkeep_directory
+from vua.storage.local import LocalStorage
 from vua.storage.mark import claim
 
 NBYTES = 1000
@@ -108,7 +109,7 @@ class TestParts(SweepTest):
     def test_writers_wait_for_a_part(self) -> None:
         """A process that starts on a full store writes before it has looked at all chunks."""
         limits = Limits(max_bytes=self.many * NBYTES, min_free_bytes=0)
-        reclaimer = Reclaimer(self.root, limits, Counter(), LRU())
+        reclaimer = Capacity(self.root, LocalStorage(self.root / SPACE), limits, LRU())
         self.addCleanup(reclaimer.close)
         with (
             mock.patch.object(reclaim, "AT_ONCE", 0),
@@ -128,7 +129,7 @@ class TestParts(SweepTest):
                 return real(space, fan)
 
             with mock.patch.object(spaces, "columns_of", columns_of):
-                self.assertTrue(reclaimer.reserve(NBYTES))
+                self.assertTrue(reclaimer.grant(NBYTES))
                 answered.set()
                 until(lambda: sum(looks.values()) >= self.fans)
 
@@ -180,7 +181,7 @@ class TestShared(SweepTest):
         limits = Limits(max_bytes=2 * self.many * NBYTES, min_free_bytes=0, ttl_s=86_400)
         with self.counted() as looks:
             for _ in range(4):
-                reclaimer = Reclaimer(self.root, limits, Counter(), LRU())
+                reclaimer = Capacity(self.root, LocalStorage(self.root / SPACE), limits, LRU())
                 self.addCleanup(reclaimer.close)
                 reclaimer.measure()
                 reclaimer.work_ahead()

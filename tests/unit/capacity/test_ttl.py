@@ -12,7 +12,7 @@ from vua.capacity.evictor import Evictor, expired
 from vua.capacity.limits import Limits, ResolvedLimits
 from vua.capacity.lru import set_mtime, touch
 from vua.capacity.marks import pin
-from vua.capacity.reservation import Capacity
+from vua.capacity.reclaim import Capacity
 from vua.capacity.spaces import Space
 from vua.capacity.upkeep import next_tick_ns, server_now_ns
 from vua.device.buffers import StagingBuffer

@@ -452,7 +452,7 @@ class TestForks(DirectoryTest):
             # race: the fork comes while another thread holds those of the touches
             capacity.touches._recent._lock,
             # race: the fork comes while another thread holds those of the eviction
-            *(capacity.pending._changed, capacity.reclaimer._changed),
+            *(capacity.pending._changed, capacity._changed),
         ]
         held, free = threading.Event(), threading.Event()
 
