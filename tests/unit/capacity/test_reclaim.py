@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -21,10 +22,12 @@ from helpers import SOON_S, TESTS, DirectoryTest, until
 from replay import LAYOUT, NBYTES, Cache
 from vua.capacity import evictor
 from vua.capacity.evictor import Evictor
-from vua.capacity.lru import mtime_ns_of, set_mtime
+from vua.capacity.limits import Limits, ResolvedLimits
+from vua.capacity.lru import MTIME_STEP_NS, mtime_ns_of, set_mtime
 from vua.capacity.upkeep import lease, server_now_ns, upkeep_directory
+from vua.capacity.usage import Usage, UsageEstimate
 from vua.format.keys import ChunkKey, KeyChain, token_ids
-from vua.storage.base import WRITTEN
+from vua.native import WRITTEN
 
 LARGE = 1 << 20
 LAYOUT_FILE = f"{LAYOUT.full.name}.safetensors"
@@ -293,3 +296,102 @@ class TestReclaim(DirectoryTest):
         subprocess.run(command, check=True, timeout=SOON_S)
         self.assertFalse((self.root / ".upkeep" / "search").exists())
         self.assertEqual([], list(self.root.glob("*/trash-*")))
+
+
+class TestMtimes(DirectoryTest):
+    """Chunks of one prompt, written at the same time."""
+
+    def test_slow_parents(self) -> None:
+        """Whichever file is there first, no child is newer than its parent: not the front goes."""
+        cache, prompt = Cache(self.root), list(range(6))
+        keys = KeyChain(token_ids(prompt), 1).first(len(prompt))
+        names = [key.name for key in keys]
+        home = self.root / cache.store.namespace
+        written = [threading.Event() for _ in keys]
+        began: list[str] = []
+
+        def save(at: int) -> None:
+            """Make the directory, wait for the child's file, then write."""
+            with cache.capacity.reserve([keys[at]], NBYTES) as room:
+                began.append(names[at])
+                folder = home / names[at][:2] / names[at]
+                folder.mkdir(parents=True)
+                if at and at + 1 < len(names):
+                    written[at + 1].wait(SOON_S)
+                (folder / f"{LAYOUT.full.name}.safetensors").write_bytes(b"x")
+                written[at].set()
+                room.commit([WRITTEN])
+
+        with ThreadPoolExecutor(6) as pool:
+            for at in range(len(keys)):
+                pool.submit(save, at)
+                until(lambda at=at: len(began) > at)
+        mtimes = [mtime_ns_of(cache.store.storage.fileno(), name) or 0 for name in names]
+        steps = [mtime_ns // MTIME_STEP_NS for mtime_ns in mtimes]
+        self.assertEqual([steps[0] - n for n in range(6)], steps)
+
+
+class TestLimit(DirectoryTest):
+    """Processes that start together near the limit."""
+
+    most, nbytes = 10**12, 10**7
+    """A thousand processes with such chunks are as many bytes as ten thousand with smaller ones."""
+
+    def peak(self, processes: int, *, tells: bool) -> float:
+        """What is stored at most, over the limit: all measure what is due, and then all write.
+
+        ``tells``: whether the disk shows what is written; then hardly any measures.
+        """
+        limits = Limits(max_bytes=self.most, min_free_bytes=0)
+        fleet = [
+            UsageEstimate(self.root, limits, threading.Condition(threading.RLock()))
+            for _ in range(processes)
+        ]
+        stored, before = int(0.97 * self.most), -1
+        self.measured = 0
+
+        def measure(_: object) -> Usage:
+            self.measured += 1
+            return Usage(stored, stored // self.nbytes, exact=True)
+
+        size = mock.patch("vua.capacity.usage.measure", measure)
+        resolved = ResolvedLimits(self.most, 0, ttl_s=None, max_bytes_per_salt=None)
+
+        def of(*_: object, **__: object) -> ResolvedLimits:
+            return resolved
+
+        def statvfs(_: object) -> SimpleNamespace:
+            free_nbytes = (1 << 60) - tells * stored
+            return SimpleNamespace(f_bavail=free_nbytes, f_frsize=1, f_files=0)
+
+        known = mock.patch.object(ResolvedLimits, "of", of)
+        with size, known, mock.patch("os.statvfs", statvfs):
+            while before != stored and stored < 1.1 * self.most:
+                for one in fleet:
+                    one.count_request(self.nbytes)
+                    if one.is_stale and one.limits is not None:
+                        one.look(self.nbytes)
+                    if one.is_stale:
+                        one.measure(print)
+                before = stored
+                for one in fleet:
+                    if one.missing(self.nbytes) <= 0:
+                        one.reserve(self.nbytes)
+                        one.settle(self.nbytes, self.nbytes)
+                        stored += self.nbytes
+        return stored / self.most
+
+    @pytest.mark.thorough
+    def test_a_thousand(self) -> None:
+        """They keep to the limit, but for 5 %; control: not if each begins with 1/512 of it."""
+        for tells in (False, True):
+            self.assertLessEqual(self.peak(1000, tells=tells), 1.05)
+            with mock.patch("vua.capacity.usage._INTERVAL_SHARES", (1 / 512, 1 / 128)):
+                self.assertGreater(self.peak(1000, tells=tells), 1.05)
+
+    def test_a_disk_that_tells(self) -> None:
+        """Two measure once or twice each, and keep to the limit; else they measure often."""
+        self.assertLessEqual(self.peak(2, tells=True), 1.001)
+        few = self.measured
+        self.peak(2, tells=False)
+        self.assertLess(5 * few, self.measured)
