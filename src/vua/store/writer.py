@@ -23,7 +23,8 @@ from typing import TYPE_CHECKING, Final, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from vua.capacity.reservation import Reservation, Unlimited
+from vua.capacity.reclaim import Reservation
+from vua.capacity.reservation import Unlimited
 from vua.errors import InputError, StorageFullError
 from vua.format.entry import ENCRYPTED, PLAIN, EntryCodec
 from vua.format.keys import ChunkKey, Keys

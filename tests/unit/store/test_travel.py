@@ -18,7 +18,7 @@ import torch
 from buckets import memory_url, seaweedfs, speaking_to
 from commands import run, run_json
 from helpers import DirectoryTest, caches_of, kv_bits, namespace_of
-from vua.capacity.reservation import Reservation
+from vua.capacity.reclaim import Reservation
 from vua.core import VUA, VUAConfig
 from vua.errors import StorageError
 from vua.format.keys import token_ids
