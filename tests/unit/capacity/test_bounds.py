@@ -21,7 +21,7 @@ from properties import given, settings
 from replay import NBYTES, Cache
 from vua.capacity import limits as bounds_module
 from vua.capacity.limits import Limits, ResolvedLimits, read_bounds, write_bounds
-from vua.capacity.lru import Recent, mtime_ns_of, set_mtime, touch
+from vua.capacity.lru import Recent, mtime_ns_of, touch
 from vua.capacity.upkeep import lease, server_now_ns, upkeep_directory
 from vua.errors import ConfigError, StorageFullError
 from vua.format.keys import KeyChain, token_ids
@@ -237,19 +237,6 @@ class TestCapacity(DirectoryTest):
         cache.request([99])
         self.assertEqual(1, cache.store.lookup(KeyChain(token_ids([99]), 1)))
         self.assertEqual(0, cache.capacity.counts["chunks_evicted"])
-
-    def test_ttl(self) -> None:
-        """What was not used for the time to live goes at the next write, what was stays."""
-        cache = Cache(self.root)
-        cache.request([1, 2])
-        cache.request([5])
-        fd = cache.store.storage.fileno()
-        for name in names_of([1, 2]):
-            set_mtime(fd, name, server_now_ns(fd) - 2 * DAY_NS)
-        write_bounds(self.root, Limits(ttl_s=86_400))
-        Cache(self.root).request([6])
-        found = [cache.store.lookup(KeyChain(token_ids(ids), 1)) for ids in ([1, 2], [5], [6])]
-        self.assertEqual([0, 1, 1], found)
 
     def test_full_disk(self) -> None:
         """A full disk is met by evicting and one more try."""

@@ -101,6 +101,7 @@ class HintsTest(DirectoryTest):
         self.assertEqual([1000, 1000, 100, 1000], self.marks([*names, more[2]]))
         self.put([1, 2, 8], 50)
         self.assertEqual([1000, 1000, 100], self.marks(names))
+        self.assertEqual([9_999_999_999], self.marks(self.put([7], float("inf"))))
         marks.raise_ttls(self.space, names[2], 200.5)
         self.assertEqual([1000, 1000, 201], self.marks(names))
 

@@ -294,16 +294,6 @@ class TestPins(UpkeepTest):
         self.assertIn("pinned", run("gc", self.root)[1])
 
 
-class TestNumbers(UpkeepTest):
-    """Numbers that are none."""
-
-    def test_hints(self) -> None:
-        """An infinite hint is as long as can be."""
-        space = self.space()
-        marks.settle_ttl(space, "a" * 64, "", float("inf"))
-        self.assertEqual(9_999_999_999, marks.ttl_s_of(space, "a" * 64))
-
-
 class TestCircles(UpkeepTest):
     """Chunks that are said to follow each other in a circle."""
 
