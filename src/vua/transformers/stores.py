@@ -251,27 +251,22 @@ class Stores:
             groups_of(replace(layout, chunk_tokens=TOKENS), [None] * layout.layers),
             StoredLayers,
         )
-        free: torch.Tensor | None = None
+        device = device_of(self._described.model)
 
-        def agreeing(ids: torch.Tensor) -> str:
-            nonlocal free
-            layers: Sequence[LayerCache] = []
-            if stored.longest(ids):
-                layers, _ = stored.read(ids, TOKENS, device_of(self._described.model))
-            if not layers:
-                free = ids if free is None else free
-                return ""
-            return "" if probe.unlike(probe.layers, layers, each=True) else digest_of(layers)
+        def read(ids: torch.Tensor) -> list[LayerCache]:
+            return [*stored.read(ids, TOKENS, device)[0]] if stored.longest(ids) else []
+
+        def agrees(layers: list[LayerCache]) -> bool:
+            return bool(layers) and not probe.unlike(probe.layers, layers, each=True)
 
         try:
-            for number in range(_MOST_PROBES):
-                if name_of := agreeing(torch.full((TOKENS,), number)):
-                    return name_of
-            if free is not None:
+            prompts = [torch.full((TOKENS,), number) for number in range(_MOST_PROBES)]
+            held = [read(ids) for ids in prompts]
+            if not any(map(agrees, held)) and [] in held:
+                free = prompts[held.index([])]
                 with suppress(VUAError, OSError):  # read-only or full: named by its own bytes
                     stored.save(free, probe.layers, lambda: True)
-                if name_of := agreeing(free):  # another process may have been first
-                    return name_of
-            return digest_of(probe.layers)
+                held.append(read(free))  # another process may have been first
+            return digest_of(next(filter(agrees, held), probe.layers))
         finally:
             stored.close()
