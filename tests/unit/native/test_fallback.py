@@ -190,23 +190,13 @@ class TestListChunks(DirectoryTest):
             self.assertEqual([stored, stored], self.listed(fd))
 
     def test_names_in_memory(self) -> None:
-        """What a listing returns is a sequence of texts; numbers are their first eight bytes."""
+        """Names are a sequence of texts; numbers are their first eight bytes."""
         stored = [f"{number * 0x9E3779B97F4A7C15 % 2**64:016x}{number:048x}" for number in range(9)]
-        for name in stored:
-            (self.root / name).mkdir()
-        fd = os.open(self.root, os.O_RDONLY | os.O_DIRECTORY)
-        self.addCleanup(os.close, fd)
-        names = native.list_chunks(fd)[0]
-        self.assertIsInstance(names, native.ChunkNames)
-        listed = [*names]
-
-        self.assertEqual(sorted(stored), sorted(listed))
-        self.assertEqual(listed, [names[at] for at in range(len(names))])
-        self.assertEqual(listed[2:5], [*names[2:5]])
-        self.assertEqual([listed[7], listed[1]], [*names[np.array([7, 1])]])
-        self.assertEqual([int(name[:16], 16) for name in listed], names.numbers().tolist())
-        again = native.ChunkNames.of(listed)
-        self.assertEqual(again.numbers().tolist(), names.numbers().tolist())
+        names = native.ChunkNames.of(stored)
+        self.assertEqual((stored, stored[7]), ([*names], names[7]))
+        self.assertEqual(stored[2:5], [*names[2:5]])
+        self.assertEqual([stored[7], stored[1]], [*names[np.array([7, 1])]])
+        self.assertEqual([int(name[:16], 16) for name in stored], names.numbers().tolist())
         self.assertEqual([], native.ChunkNames.of([]).numbers().tolist())
 
     def test_sizes(self) -> None:
