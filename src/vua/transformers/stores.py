@@ -267,6 +267,6 @@ class Stores:
                 with suppress(VUAError, OSError):  # read-only or full: named by its own bytes
                     stored.save(free, probe.layers, lambda: True)
                 held.append(read(free))  # another process may have been first
-            return digest_of(next(filter(agrees, held), probe.layers))
+            return digest_of(next((one for one in held if agrees(one)), probe.layers))
         finally:
             stored.close()
