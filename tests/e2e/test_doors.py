@@ -51,18 +51,13 @@ class Events:
     served: Callable[..., Served]
 
     def test_adapters(self) -> None:
-        """Named by content, wherever they lie: at the same place another one finds nothing."""
-        folder = self.root.parent
-        one = str(kinds.strong_adapter(folder / "one", seed=1))
-        two = str(kinds.strong_adapter(folder / "two", seed=2))
+        """Named by content: at the same place another one finds nothing."""
+        one, two = (str(kinds.strong_adapter(self.root.with_name(f"a{n}"), seed=n)) for n in (1, 2))
         in_turn = [Batch([PROMPT], loras=[path], max_tokens=12) for path in (one, two)]
         cold = self.served(*in_turn, engine=kinds.ADAPTERS)
-        (folder / "elsewhere").mkdir()
-        moved = shutil.move(one, folder / "elsewhere" / "one")
-        there = Batch([PROMPT], loras=[str(moved)], max_tokens=12)
-        warm = self.served(in_turn[1], there, engine=kinds.ADAPTERS)
-        kinds.strong_adapter(Path(two), seed=3)
-        other = self.served(in_turn[1], engine=kinds.ADAPTERS)
+        warm = self.served(*reversed(in_turn), engine=kinds.ADAPTERS)
+        kinds.strong_adapter(Path(one), seed=3)
+        other = self.served(in_turn[0], engine=kinds.ADAPTERS)
 
         self.assertEqual([0, 0], cold.cached)
         self.assertEqual(cold.tokens, warm.tokens[::-1])
@@ -152,6 +147,14 @@ class ConnectorTest(Events, EngineTest):
         (served,) = run(self.phase(*batches, **settings), by=by)
         self.assertIsNone(served.problem, served.log[-3000:])
         return served
+
+    def test_adapters_elsewhere(self) -> None:
+        """An adapter finds its chunks wherever it lies, and whatever it is called."""
+        places = [self.root.with_name(name) for name in ("one", "other")]
+        asked = [Batch([PROMPT], loras=[str(kinds.strong_adapter(at, seed=1))]) for at in places]
+        cold, warm = (self.served(one, engine=kinds.ADAPTERS) for one in asked)
+        self.assertEqual([[0], [640]], [cold.cached, warm.cached])
+        self.assertEqual(cold.tokens, warm.tokens)
 
     def parting(self) -> Sequence[tuple[Path, int]]:
         """Models, and what the second prompt loads of a system prompt of 900 tokens."""
