@@ -121,7 +121,6 @@ CHANGED = (
     "rows of the embedding",
     "the rotary buffer",
     "an epsilon",
-    "the scaling",
     "a patched forward",
     "rounded",
 )
