@@ -254,3 +254,23 @@ def stored_as(spec: Any, vllm_config: Any) -> str | None:
         single = dtype in ("torch.uint8", "torch.float8_e4m3fn", "torch.float8_e5m2")
         return _FP8[kind] if single and not mixed else None
     return _PLAIN.get(dtype)
+
+
+def rows_layout(spec: Any, row_nbytes: int) -> KVLayout:
+    """Return the layout of rows of a tier, of which nothing but the size is known."""
+    tokens = spec.config.groups[0].tokens_per_block * spec.blocks_per_chunk
+    tokens = tokens if row_nbytes % tokens == 0 else 1
+    size = row_nbytes // tokens
+    return KVLayout(layers=1, kv_heads=1, k_dim=size, v_dim=0, dtype="U8", chunk_tokens=tokens)
+
+
+def rows_model(engine: Any, layout: KVLayout, epoch: str) -> Model:
+    row_nbytes, tokens = layout.k_dim * layout.chunk_tokens, layout.chunk_tokens
+    own = {"vua_stored_by": "vllm offloading", "vua.row_nbytes": row_nbytes}
+    identity = Identity.of_config(
+        {**engine.counted, **own}, kv_dtype="U8", epoch=epoch, chunk_tokens=tokens, name=engine.name
+    )
+    group = Group(layout, (0,), ((layout.full,),), (0,))
+    return Model(
+        identity, (group,), (tokens,), identified=False, trusts_itself=engine.trusts_itself
+    )

@@ -45,7 +45,6 @@ from vllm.v1.kv_offload.base import (
 from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager, TransferJob
 
 from vua import native
-from vua.connector.cache_spec import Group, Model
 from vua.connector.config import ConnectorConfig
 from vua.connector.group_transfer import outcomes_of
 from vua.connector.log import WarnOnce, logger
@@ -57,7 +56,6 @@ from vua.connector.savings import Savings
 from vua.device.buffers import StagingBuffer
 from vua.errors import ConfigError, VUAError
 from vua.format.entry import written_name
-from vua.format.identity import Identity
 from vua.format.keys import ChunkKey, Naming, extras_parent
 from vua.format.layout import KVLayout, payload_map
 from vua.io.pool import Breaker, Job, Pool
@@ -69,6 +67,7 @@ from vua.store.agreement import compare
 from vua.store.place import locate
 from vua.store.store import UNJUDGED, Loader, LoadResult, Store
 from vua.store.writer import EntryWriter, in_words, new_writer
+from vua.vllm.cache_spec import rows_layout, rows_model
 from vua.weights import Identification, Weights
 
 
@@ -360,7 +359,7 @@ class VUATier(SecondaryTierManager):
         self._engine, self._row_nbytes = engine, self.block_size_bytes
         # the address alone: vLLM releases its view at the end
         self._address = np.asarray(primary_kv_view).ctypes.data
-        self._layout = _layout(offloading_spec, self._row_nbytes)
+        self._layout = rows_layout(offloading_spec, self._row_nbytes)
         self._names = Names(offloading_spec, engine, self._layout.chunk_tokens)
         self._stats, self._warn_once = Recorder(), WarnOnce(log)
         self._lock, self._epoch = threading.Lock(), engine.epoch
@@ -402,7 +401,7 @@ class VUATier(SecondaryTierManager):
                 engine.left = "a row that was copied from vLLM's memory and back is another"
                 log.warning("VUA: this engine is served without VUA's tier: %s", engine.left)
             if not engine.left:
-                model = _model(engine, self._layout, config.epoch)
+                model = rows_model(engine, self._layout, config.epoch)
                 self._opening = Opening(model, config, Identification(engine.find_weights))
         log.info(
             "VUA: below vLLM's offloading, which holds %.2f GiB of the host's memory: rows of %.0f "
@@ -788,22 +787,3 @@ def _difference(
     ours, theirs = (one[used].view(1, 1, -1, _PIECE) for one in rows)
     found = compare([ours], [theirs], dtype, [engine.layers], quantised=engine.quantised)
     return "" if found.holds else str(found)
-
-
-def _layout(spec: Any, row_nbytes: int) -> KVLayout:
-    tokens = spec.config.groups[0].tokens_per_block * spec.blocks_per_chunk
-    tokens = tokens if row_nbytes % tokens == 0 else 1
-    size = row_nbytes // tokens
-    return KVLayout(layers=1, kv_heads=1, k_dim=size, v_dim=0, dtype="U8", chunk_tokens=tokens)
-
-
-def _model(engine: Engine, layout: KVLayout, epoch: str) -> Model:
-    row_nbytes, tokens = layout.k_dim * layout.chunk_tokens, layout.chunk_tokens
-    own = {"vua_stored_by": "vllm offloading", "vua.row_nbytes": row_nbytes}
-    identity = Identity.of_config(
-        {**engine.counted, **own}, kv_dtype="U8", epoch=epoch, chunk_tokens=tokens, name=engine.name
-    )
-    group = Group(layout, (0,), ((layout.full,),), (0,))
-    return Model(
-        identity, (group,), (tokens,), identified=False, trusts_itself=engine.trusts_itself
-    )
