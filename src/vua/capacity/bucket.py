@@ -9,8 +9,7 @@ in a directory; its ``ttl_s`` is the life of an unused object.
 What a lookup or a load was answered tells how old an object is, so a young one costs no request.
 Else a process checks a chunk at most four times in such a life, by one request, so that processes
 that use the same chunk renew it once; a renewal takes two copies and a deletion per object. This
-happens on its own thread. Entries that a check no longer finds are reported, so that a directory
-can upload them again.
+happens on its own thread.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 from vua.capacity.limits import MAX_BOUNDS_NBYTES, Limits, parse_bounds
 from vua.capacity.lru import Recent, Touches
@@ -33,9 +32,6 @@ from vua.storage.location import BucketPath
 from vua.storage.mark import LIMITS_FILE
 from vua.storage.names import PIN, chunk_path, entry_at
 from vua.storage.object import ObjectStorage
-
-if TYPE_CHECKING:
-    from collections.abc import Collection
 
 log = logging.getLogger(__name__)
 
@@ -195,19 +191,13 @@ _CLOSE_S: Final = 5.0
 class Renewal:
     """Renews the chunks of one namespace. Thread-safe; each process checks for itself."""
 
-    def __init__(
-        self,
-        storage: ObjectStorage,
-        bounds: Limits | None = None,
-        seen: Callable[[str, Collection[str]], None] | None = None,
-    ) -> None:
+    def __init__(self, storage: ObjectStorage, bounds: Limits | None = None) -> None:
         """Renew objects of a namespace; sends nothing.
 
-        The shorter ``ttl_s`` of ``bounds`` and ``bounds.json`` applies. ``seen`` is called after
-        each listing of a chunk with its entries in the bucket.
+        The shorter ``ttl_s`` of ``bounds`` and ``bounds.json`` applies.
         """
-        self._bucket_path, self._bounds, self._seen = storage.directory, bounds or Limits(), seen
-        self._times = storage.times
+        self._bucket_path, self._bounds = storage.directory, bounds or Limits()
+        self._storage = storage
         self.counts: Counter[str] = Counter()
         """So far: looked (chunks), renewed (objects), failed."""
         self._touches = Touches()
@@ -236,7 +226,9 @@ class Renewal:
                 if life_s is None or time.monotonic() > self._stop_s:
                     return
                 before_s = time.time() - life_s / 2
-                if (self._times.get(chunk) or 0.0) < before_s and self._recent.passes(chunk):
+                if (self._storage.times.get(chunk) or 0.0) < before_s and self._recent.passes(
+                    chunk
+                ):
                     self._renew_chunk(chunk, before_s)
         except (OSError, ConfigError) as problem:  # what is left is looked at the next time
             self.counts["failed"] += 1
@@ -263,22 +255,17 @@ class Renewal:
         if self._file:
             try:
                 modified_s = bucket.head((folder / self._file).key).modified_s
-                self._times.note(chunk, modified_s)
+                self._storage.note_time(chunk, modified_s)
                 if modified_s >= before_s:
                     return
             except FileNotFoundError:
                 pass  # stored in other shards, or gone
-        names = set()
         for one in list(bucket.walk(folder.key)):
-            name = entry_at(one.key.removeprefix(f"{self._bucket_path.key}/"))
-            if not name:
+            if not entry_at(one.key.removeprefix(f"{self._bucket_path.key}/")):
                 continue
-            names.add(name)
             self._file = one.key.rpartition("/")[2]
-            self._times.note(chunk, one.modified_s)
+            self._storage.note_time(chunk, one.modified_s)
             if one.modified_s < before_s:
                 bucket.renew(one.key)
-                self._times.note(chunk, time.time())
+                self._storage.note_time(chunk, time.time())
                 self.counts["renewed"] += 1
-        if self._seen is not None:
-            self._seen(chunk, names)

@@ -77,7 +77,14 @@ def atomic_write(
             if durable:
                 stream.flush()
                 _sync(stream.fileno())
-        if not _linked(temporary, path, dir_fd, keep):
+        stays = False
+        if keep is not None:
+            try:
+                os.link(temporary, path, src_dir_fd=dir_fd, dst_dir_fd=dir_fd)
+                stays = True
+            except OSError:  # it exists, or the file system has no hard links
+                stays = keep()
+        if not stays:
             os.replace(temporary, path, src_dir_fd=dir_fd, dst_dir_fd=dir_fd)
         if durable:
             with contextlib.suppress(OSError):  # it may be searchable and not readable
@@ -87,22 +94,6 @@ def atomic_write(
     finally:
         with contextlib.suppress(FileNotFoundError):
             os.unlink(temporary, dir_fd=dir_fd)
-
-
-def _linked(
-    temporary: str,
-    path: str | os.PathLike[str],
-    dir_fd: int | None,
-    keep: Callable[[], bool] | None,
-) -> bool:
-    """Whether ``path`` is there: the temporary file, or another one that is kept."""
-    if keep is None:
-        return False
-    try:
-        os.link(temporary, path, src_dir_fd=dir_fd, dst_dir_fd=dir_fd)
-    except OSError:  # it exists, or the file system has no hard links
-        return keep()
-    return True
 
 
 def _sync(fd: int) -> None:

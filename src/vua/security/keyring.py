@@ -215,17 +215,14 @@ class Keyring:
         known = self._seals.get(tenant)
         if known is None or known[0] != state:
             if tenant:
-                self._check_directory(path)
+                try:
+                    _check_directory(path.parent, self._security)
+                except (ConfigError, OSError) as problem:
+                    raise NoKeyError.of("wrong", path, f": {problem}") from problem
             encrypt = bool(tenant) or self._security.encrypt
             known = state, _seal(read_key(path), self._namespace, encrypt=encrypt)
             self._seals[tenant] = known
         return known[1]
-
-    def _check_directory(self, path: Path) -> None:
-        try:
-            _check_directory(path.parent, self._security)
-        except (ConfigError, OSError) as problem:
-            raise NoKeyError.of("wrong", path, f": {problem}") from problem
 
     def _path(self, tenant: str) -> Path | None:
         directory, own = self._security.tenant_keys, self._security.key_file
@@ -244,15 +241,18 @@ class KnownKeys:
 
         Raises NoKeyError if one of them is unusable, ConfigError.
         """
-        own, directory = security.key_file, security.tenant_keys
-        self.tenants = 0
-        paths = [] if own is None else [Path(own)]
-        if directory is not None:
-            tenants = _tenant_files(Path(directory))
-            _check_directory(Path(directory), security)
-            self.tenants = len(tenants)
-            paths += tenants
-        keys = [read_key(path) for path in paths]
+        tenants: list[Path] = []
+        if security.tenant_keys is not None:
+            directory = Path(security.tenant_keys)
+            try:
+                tenants = sorted(one for one in directory.iterdir() if one.suffix == SUFFIX)
+            except OSError as problem:
+                msg = f"tenant_keys: {directory}: {problem.strerror}; `vua key DIR --salt S`"
+                raise ConfigError(msg) from problem
+            _check_directory(directory, security)
+        self.tenants = len(tenants)
+        own = [] if security.key_file is None else [Path(security.key_file)]
+        keys = [read_key(path) for path in (*own, *tenants)]
         self._keys = {_seal(key, "", encrypt=False).key_id: key for key in keys}
 
     @property
@@ -263,14 +263,6 @@ class KnownKeys:
         """Return the seal of files of that key and kind; None for an unknown key."""
         key = self._keys.get(key_id)
         return None if key is None else _seal(key, namespace, encrypt=encrypt)
-
-
-def _tenant_files(directory: Path) -> list[Path]:
-    try:
-        return sorted(path for path in directory.iterdir() if path.suffix == SUFFIX)
-    except OSError as problem:
-        msg = f"tenant_keys: {directory}: {problem.strerror}; `vua key DIR --salt S`"
-        raise ConfigError(msg) from problem
 
 
 def _seal(key: bytes, namespace: str, *, encrypt: bool) -> Seal:

@@ -19,7 +19,6 @@ import logging
 import secrets
 import threading
 import time
-from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from typing import Final
@@ -30,7 +29,6 @@ from vua.errors import CorruptEntryError, NotWritableError, StorageError
 from vua.format.entry import MAX_HEADER_NBYTES
 from vua.format.layout import Shard
 from vua.format.parse import parent_in
-from vua.io.forks import new_lock
 from vua.storage.base import (
     FAILED,
     PRESENT,
@@ -120,30 +118,11 @@ _HEAD_NBYTES: Final = 1 << 10
 """Enough of an entry to tell the chunk before."""
 _RENEW_S: Final = 60.0
 _MAX_STUCK: Final = 4096
+_MOST_TIMES: Final = 1 << 16
 _PROBES: Final = 16
 """Names per :meth:`ObjectStorage.exists`."""
 _BATCH_NBYTES: Final = 256 << 20
 """Some rounds of 16 times 8 MiB: at the end of a call most connections wait for the slowest."""
-
-
-class WriteTimes:
-    """When chunks' objects were last written, as far as answers told. Thread-safe."""
-
-    def __init__(self, most: int = 1 << 16) -> None:
-        self._most, self._lock = most, new_lock()
-        self._known: OrderedDict[str, float] = OrderedDict()
-
-    def note(self, chunk: str, modified_s: float) -> None:
-        with self._lock:
-            self._known[chunk] = modified_s
-            self._known.move_to_end(chunk)
-            if len(self._known) > self._most:
-                self._known.popitem(last=False)
-
-    def get(self, chunk: str) -> float | None:
-        """Return a time in seconds since 1970 by the server's clock; None if it is not known."""
-        with self._lock:
-            return self._known.get(chunk)
 
 
 class ObjectStorage:
@@ -169,11 +148,18 @@ class ObjectStorage:
         self._renew = renew
         self._renewed_s: float | None = None
         self._notes = ParentNotes(bucket_path)
-        self.times = WriteTimes()
+        self.times: dict[str, float] = {}
+        """When chunks' objects were last written, as far as answers told: seconds since 1970 by the
+        server's clock."""
 
     def close(self) -> None:
         """Write which chunk precedes which; the bucket stays open."""
         self._notes.write(ends=True)
+
+    def note_time(self, chunk: str, modified_s: float) -> None:
+        if len(self.times) >= _MOST_TIMES:
+            self.times.clear()
+        self.times[chunk] = modified_s
 
     def _key(self, name: str) -> str:
         return f"{self.directory.key}/{entry_path(name)}"
@@ -204,7 +190,7 @@ class ObjectStorage:
         name, whole = batch.names[index], nbytes == batch.nbytes
 
         def note(meta: Meta) -> None:
-            self.times.note(name.partition("/")[0], meta.modified_s)
+            self.note_time(name.partition("/")[0], meta.modified_s)
             if tags.setdefault(index, meta.tag) != meta.tag:
                 raise FileNotFoundError(name)  # replaced between two requests
 
@@ -245,7 +231,7 @@ class ObjectStorage:
                 if key in self._bucket.stuck:
                     return None
                 meta = self._bucket.head(key)
-                self.times.note(key.rsplit("/", 2)[1], meta.modified_s)
+                self.note_time(key.rsplit("/", 2)[1], meta.modified_s)
                 return meta.nbytes
             return None
 

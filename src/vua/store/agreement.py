@@ -202,11 +202,7 @@ def _difference(store: Store, key: ChunkKey, cache: Cache) -> str:
     theirs = stored_rows(store, key, last)
     if theirs is None:  # damaged, or evicted meanwhile: the put goes on
         return ""
-    return _apart(ours, theirs, store.layout.dtype, last.layer_start)
-
-
-def _apart(ours: list[Tensor], theirs: list[Tensor], dtype: str, layer: int) -> str:
     if all(map(torch.equal, ours, theirs)):
         return ""
-    found = compare(ours, theirs, dtype, [layer])
+    found = compare(ours, theirs, store.layout.dtype, [last.layer_start])
     return str(found) if found.distance > (found.tolerance or _WHOLE_NUMBERS) else ""

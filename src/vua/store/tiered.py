@@ -19,7 +19,7 @@ import os
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Final
 
@@ -219,7 +219,7 @@ class Travel:
             reservation.commit(written.statuses)
         if written.problem is not None:
             raise written.problem
-        self._change_mark(name, sent=True)
+        self._mark_sent(name)
         self.counts["brought"] += 1
 
     def _fetched(self, name: str, nbytes: int) -> bytes:
@@ -239,18 +239,6 @@ class Travel:
             self._waiting.extend(names[: max(0, left)])
             self._looked = self._looked and left >= len(names)
             self._wake()
-
-    def resend_missing(self, chunk: str, names: Collection[str]) -> None:
-        """Upload those marked entries of a chunk again that are not among ``names``.
-
-        ``names`` is what a slower tier holds of the chunk now: a lifecycle rule or a user may have
-        deleted the rest.
-        """
-        gone = [one.name for one in self._near.list(f"{chunk}/") if one.name not in names]
-        gone = [name for name in gone if self._is_sent(name)]
-        for name in gone:
-            self._change_mark(name, sent=False)
-        self.wrote(gone)
 
     def _wake(self) -> None:
         with self._lock:
@@ -318,7 +306,7 @@ class Travel:
                 written = tier.write(whole_batch(name, data))
                 if written.statuses[0] == FAILED:
                     raise written.problem or StorageError(5, f"{name} could not be written")
-        self._change_mark(name, sent=True)
+        self._mark_sent(name)
         self.counts["sent"] += 1
 
     def _content(self, name: str) -> bytes:
@@ -341,15 +329,11 @@ class Travel:
     def _mark_path(self, name: str) -> str:
         return f"{chunk_path(name.partition('/')[0])}/{self._sent_mark(name)}"
 
-    def _change_mark(self, name: str, *, sent: bool) -> None:
-        """Note whether an entry was uploaded, without making its chunk look used."""
+    def _mark_sent(self, name: str) -> None:
+        """Note that an entry was uploaded, without making its chunk look used."""
         fd, chunk = self._near.fileno(), name.partition("/")[0]
         mtime_ns = mtime_ns_of(fd, chunk)
-        if sent:
-            mark(fd, chunk, self._sent_mark(name))
-        else:
-            with suppress(OSError):
-                os.unlink(self._mark_path(name), dir_fd=fd)
+        mark(fd, chunk, self._sent_mark(name))
         if mtime_ns is not None:
             with suppress(OSError):
                 set_mtime(fd, chunk, mtime_ns)
@@ -497,7 +481,7 @@ class TieredCapacity(Capacity):
         self.spare_unsent()
         self.travel = Travel(near, far, self)
         self._buckets = [one for one in far if isinstance(one, ObjectStorage)]
-        self.renewals = [Renewal(one, bounds, self.travel.resend_missing) for one in self._buckets]
+        self.renewals = [Renewal(one, bounds) for one in self._buckets]
 
     def used(self, keys: Keys, chunks: int, *, wait: bool = False, storing: bool = False) -> None:
         """As in a directory; also renew old objects in buckets, in the background."""

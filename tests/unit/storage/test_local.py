@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import json
 import logging
@@ -119,42 +120,31 @@ class FollowedTest(DirectoryTest):
             "vua rm --all": self.removed_by_vua,
         }
 
-    def test_found_again(self) -> None:
-        """A process that only looks finds what another one stores afterwards."""
-        for what, change in self.ways().items():
-            with self.subTest(what):
-                looker = self.writer()
-                found = self.storage_of(looker).list
-                self.assertEqual(4, len(list(found())))
-                change()
-                self.later()
-                with self.open() as other:
-                    self.assertEqual(4, other.put(TOKENS, CACHE))
-                self.later()
-
-                self.assertEqual([64], looker.lookup(TOKENS))
-                self.assertEqual(kv_bits(CACHE), kv_bits(looker.get_closest(TOKENS).data))
-                self.assertEqual(4, len(list(found())))
-                remove_tree(self.path)
-                shutil.rmtree(self.root / "old", ignore_errors=True)
-
     @pytest.mark.thorough
-    def test_stored_again(self) -> None:
-        """A process that stores does so where the path leads, at its next look."""
-        for what, change in self.ways().items():
-            with self.subTest(what):
-                writer = self.writer()
-                change()
-                self.later()
-                self.assertEqual([0], writer.lookup(TOKENS))
-                self.assertEqual(4, writer.put(TOKENS, CACHE))
+    def test_again(self) -> None:
+        """Who only looks finds what another stores afterwards; who stores does so where it leads.
 
-                self.assertEqual([64], writer.lookup(TOKENS))
-                with self.open() as other:
-                    self.assertEqual(64, other.get_closest(TOKENS).num_tokens)
-                self.assertTrue((self.path / MARK).exists())
-                remove_tree(self.path)
-                shutil.rmtree(self.root / "old", ignore_errors=True)
+        Both at their next look.
+        """
+        for what, change in self.ways().items():
+            for stores in (False, True):
+                with self.subTest(what, stores=stores):
+                    held = self.writer()
+                    self.assertEqual(4, len(list(self.storage_of(held).list())))
+                    change()
+                    self.later()
+                    if stores:
+                        self.assertEqual([0], held.lookup(TOKENS))
+                    with contextlib.closing(held if stores else self.open()) as writer:
+                        self.assertEqual(4, writer.put(TOKENS, CACHE))
+                        self.later()
+                        self.assertEqual([64], held.lookup(TOKENS))
+                        self.assertEqual(kv_bits(CACHE), kv_bits(held.get_closest(TOKENS).data))
+                    with self.open() as other:
+                        self.assertEqual(64, other.get_closest(TOKENS).num_tokens)
+                    self.assertTrue((self.path / MARK).exists())
+                    remove_tree(self.path)
+                    shutil.rmtree(self.root / "old", ignore_errors=True)
 
     def test_one_line(self) -> None:
         """Each change is told once, with what was found and what happens."""

@@ -33,7 +33,6 @@ from helpers import (
     save_chunk,
     swap,
 )
-from vua import native
 from vua.errors import InputError, NotWritableError
 from vua.format.keys import ChunkKey
 from vua.format.layout import KVLayout, Shard
@@ -417,68 +416,16 @@ class TestDamageInPython(TestDamage):
     native = False
 
 
-class TestWays(StoreTest):
-    """The fast ways, the slow ones and the portable ones give the same."""
+class TestShardsOnAnOldKernel(TestShards):
+    """The same on a kernel that cannot say whether a read would block."""
 
-    layout = DEEP
     native = False
 
-    def drop(self) -> None:
-        """Put the files out of the page cache."""
-        for path in self.files():
-            fd = os.open(path, os.O_RDONLY)
-            os.fsync(fd)
-            os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
-            os.close(fd)
-
-    def use(self) -> None:
-        """Save, load warm and cold in every form, and notice damage."""
-        splits = [split(DEEP), split(DEEP, 2), split(DEEP, 1, (7,))]
-        for number, shards in enumerate(splits):
-            store = self.open(name=f"{number:064d}")
-            self.save(store, self.model, shards, self.keys)
-            self.save(store, self.model, shards, self.keys)
-            for cold, target in itertools.product((False, True), split(DEEP, 1, (13,))):
-                if cold:
-                    self.drop()
-                self.assertEqual(CHUNKS, store.lookup(self.keys))
-                self.check(store, self.model, target, self.keys)
-                self.check(store, self.model, target, self.keys, 16)
-        self.save_whole()
-        flip(self.file(2), 5000)
-        self.drop()
-        loaded = self.load()
-        self.assertEqual((2, "corrupt"), (loaded.chunks, loaded.reason))
-        os.truncate(self.file(1), 100_000)
-        self.assertEqual(1, self.load().chunks)
-        self.file(0).unlink()
-        self.assertEqual(LoadResult(0, "missing"), self.load())
-
-    def test_native(self) -> None:
-        """With the load loop in C: it, and not what stands in for it, has done the work."""
-        if not has_native():
-            self.skipTest("native code is not built: python3 dev.py build")
-        read, got = native.read_entries, []
-
-        def count(*arguments: Any, **named: Any) -> int:
-            got.append(read(*arguments, **named))
-            return got[-1]
-
-        with (
-            native_code("require"),
-            mock.patch.object(native, "read_entries", count),
-        ):
-            self.use()
-        self.assertGreater(sum(got), 12 * CHUNKS)
-
-    def test_without_cached_calls(self) -> None:
-        """On a kernel that cannot say whether a read would block."""
+    def setUp(self) -> None:
         some = {name: call for name, call in posix.calls.items() if name not in CACHED_CALLS}
-        with (
-            mock.patch.dict(posix.calls, some, clear=True),
-            mock.patch.object(posix, "_HAS_OPENAT2", new=False),
-        ):
-            self.use()
+        self.enterContext(mock.patch.dict(posix.calls, some, clear=True))
+        self.enterContext(mock.patch.object(posix, "_HAS_OPENAT2", new=False))
+        super().setUp()
 
 
 NARROW = KVLayout(layers=2, kv_heads=2, k_dim=8, v_dim=8, dtype="F32", chunk_tokens=1)

@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from buckets import memory_url, seaweedfs, speaking_to
-from commands import run, run_json
+from commands import run_json
 from helpers import DirectoryTest, caches_of, kv_bits, namespace_of
 from vua.capacity.reclaim import Reservation
 from vua.core import VUA, VUAConfig
@@ -229,25 +229,6 @@ class TierTest(DirectoryTest):
             wait_for_travel(vua)
             self.assertEqual(4, namespace_of(vua).travel.counts["sent"])
 
-    @pytest.mark.thorough
-    def test_damage_near(self) -> None:
-        """Each damaged file of the directory is a miss once, then comes from the bucket."""
-        self.put("a")
-        for path in self.root.glob("a/*/??/*/*.safetensors"):
-            data = bytearray(path.read_bytes())
-            data[-1] ^= 1
-            path.write_bytes(bytes(data))
-        with self.open("a") as vua, self.assertLogs("vua", logging.WARNING):
-
-            def healed() -> bool:
-                self.assertIn(vua.get_closest(TOKENS).num_tokens, (0, 16, 32, 48, 64))
-                return namespace_of(vua).travel.counts["brought"] == 4
-
-            until(healed)
-            found = vua.get_closest(TOKENS)
-            self.assertEqual(kv_bits(KV), kv_bits(found.data))
-        self.assertEqual(4, len(self.keys()))
-
     def test_damage_is_not_copied(self) -> None:
         """Damage travels in neither direction."""
         with VUA(CONFIG, self.root / "a") as vua:
@@ -269,21 +250,6 @@ class TierTest(DirectoryTest):
             self.assertEqual(0, vua.get_closest(TOKENS).num_tokens)
             until(lambda: namespace_of(vua).travel.counts["not_brought"] > 0)
         self.assertEqual(set(), self.local("b"))
-
-    def test_deleted_behind(self) -> None:
-        """What a lifecycle rule has deleted behind a directory is sent again when it is used."""
-        self.put("a")
-        self.assertEqual(0, run("ttl", self.url, "2d")[0])
-        keys = sorted(self.keys())
-        Bucket.at(self.url).delete(keys[1:])
-        with self.open("a") as vua:
-            self.assertEqual(64, vua.get_closest(TOKENS).num_tokens)
-            until(lambda: self.keys() == set(keys))
-            wait_for_travel(vua)
-            self.assertEqual(3, namespace_of(vua).travel.counts["sent"])
-        with self.open("a") as vua:  # and not once more
-            self.assertEqual(64, vua.get_closest(TOKENS).num_tokens)
-        self.assertEqual(0, namespace_of(vua).travel.counts["sent"])
 
     def test_eviction_spares_what_was_not_sent(self) -> None:
         """What has not travelled stays while other chunks can go, and goes where none can."""
@@ -347,7 +313,6 @@ class DirectoryBehindTest(TierTest):
         """The entries in it."""
         return self.local("behind")
 
-    test_deleted_behind = None  # times to live are the other directory's own matter
     test_without_the_bucket = None
     test_damage_is_not_copied = None
 
