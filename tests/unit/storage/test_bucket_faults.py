@@ -7,7 +7,6 @@ import ipaddress
 import logging
 import ssl
 import time
-import unittest
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -27,6 +26,7 @@ from vua.storage.location import BucketPath
 from vua.storage.mark import is_marked
 
 pytest.importorskip("obstore")
+pytest.importorskip("cryptography")
 pytestmark = pytest.mark.thorough
 
 SAID = {
@@ -181,13 +181,6 @@ def _tests() -> None:
 
 _tests()
 
-if __name__ == "__main__":
-    unittest.main()
-
-
-pytest.importorskip("obstore")
-pytest.importorskip("cryptography")
-
 
 def certificate(folder: Path) -> Path:
     """Write a certificate of 127.0.0.1, signed by itself, and its key into one file."""
@@ -235,7 +228,6 @@ class TlsTest(DirectoryTest):
         self.assertEqual(kv_bits(KV, found.num_tokens) if found else [], kv_bits(found.data))
         return found.num_tokens
 
-    @pytest.mark.thorough
     def test_stored_and_found(self) -> None:
         """With the certificate's authority in the environment."""
         self.speak(AWS_CA_BUNDLE=str(self.pem))
@@ -248,7 +240,6 @@ class TlsTest(DirectoryTest):
         described = 2  # entries whose headers tell the layout when the namespace is opened
         self.assertEqual(CHUNKS + described, len(bodies))
 
-    @pytest.mark.thorough
     def test_unknown_certificate(self) -> None:
         """Nothing is sent to a server that nobody vouches for."""
         self.speak()
@@ -256,7 +247,6 @@ class TlsTest(DirectoryTest):
             vua.put(TOKENS, KV)
         self.assertEqual(0, sum(self.proxy.counts.values()))
 
-    @pytest.mark.thorough
     def test_bodies_are_not_signed(self) -> None:
         """Unless the environment asks for it."""
         for more, unsigned in (({}, True), ({"AWS_UNSIGNED_PAYLOAD": "false"}, False)):
@@ -267,8 +257,6 @@ class TlsTest(DirectoryTest):
                 vua.put(TOKENS, KV)
             self.assertEqual(unsigned, self.proxy.unsigned["PUT"] - before >= CHUNKS, more)
 
-
-pytest.importorskip("obstore")
 
 FEW_CONFIG = VUAConfig(split_factor=4, model="tiny")
 FEW = torch.arange(12)
@@ -301,7 +289,6 @@ class RefusalTest(DirectoryTest):
             self.assertEqual(0, vua.put(FEW, FEW_KV))
         self.assertTrue(is_marked(BucketPath(self.bucket)))
 
-    @pytest.mark.thorough
     def test_conditions(self) -> None:
         """A server that refuses `If-None-Match`, or says that all is there, is asked first.
 
@@ -316,7 +303,6 @@ class RefusalTest(DirectoryTest):
                 with self.assertRaises(FileExistsError):
                     self.bucket.put("vua.json", b"other", create=True)
 
-    @pytest.mark.thorough
     def test_no_bulk(self) -> None:
         """Without deletion of many objects are deleted one by one, from then on at once."""
         self.check()
@@ -329,7 +315,6 @@ class RefusalTest(DirectoryTest):
         self.assertEqual(["vua.json"], [one.key for one in self.bucket.walk()])
         self.assertEqual(4, (self.sent() - before)["delete"] - 2)  # bulk: chunks; the description
 
-    @pytest.mark.thorough
     def test_locked(self) -> None:
         """Deletions that an object lock refuses are tried, counted and said; nothing else ends."""
         self.check()
@@ -339,7 +324,6 @@ class RefusalTest(DirectoryTest):
         self.assertRegex(err, "object lock")
         self.assertEqual(0, run("verify", self.url)[0])
 
-    @pytest.mark.thorough
     def test_damaged_and_locked(self) -> None:
         """What is damaged and cannot be deleted is written over, and is found again."""
         self.check()
@@ -353,7 +337,6 @@ class RefusalTest(DirectoryTest):
             self.assertGreaterEqual(vua.put(FEW, FEW_KV), 1)
             self.assertEqual(12, vua.get_closest(FEW).num_tokens)
 
-    @pytest.mark.thorough
     def test_checksum(self) -> None:
         """A server that wants a checksum with each write gets it, from then on at once."""
         self.proxy.plan = lambda *_: "no checksum"
@@ -362,7 +345,6 @@ class RefusalTest(DirectoryTest):
         self.bucket.put("other", b"1")
         self.assertEqual(1, (self.sent() - before)["put"])
 
-    @pytest.mark.thorough
     def test_object_lock(self) -> None:
         """A bucket with a retention, on a real server: a deletion leaves a version."""
         boto3, server = pytest.importorskip("boto3"), seaweedfs()
