@@ -129,9 +129,6 @@ class BucketCapacity:
         del chunk, ttl_s
         self._warn_of_ttls()
 
-    def share_reads(self) -> None:
-        """Do nothing: reads from a bucket use no page cache."""
-
     def on_evicted(self, tell: Callable[[str], None]) -> None:
         """Do nothing: nothing is evicted here."""
 

@@ -284,7 +284,8 @@ class Namespace:
 
     def share_reads(self) -> None:
         """Expect other processes of this host to read the same entries at the same time."""
-        self.capacity.share_reads()
+        if (files := self.stores[0].files) is not None:
+            files.shares_reads = True
 
     def close(self) -> None:
         """Finish the capacity's pending work; a second call does nothing.
