@@ -245,14 +245,6 @@ class TestDamage(StoreTest):
             with self.subTest(at=at):
                 self.damaged(lambda path, at=at: flip(path, at, 1 << at % 8), "corrupt")
 
-    def test_lengths(self) -> None:
-        """A file that is too short, too long or empty is noticed."""
-        self.save_whole()
-        size = self.file(1).stat().st_size
-        for length in (0, 1, 8, 4095, 4096, size - 1, size + 1, 2 * size):
-            with self.subTest(length=length):
-                self.damaged(lambda path, length=length: os.truncate(path, length), "corrupt")
-
     def test_cut_while_read(self) -> None:
         """A file that is cut after it was opened is noticed, even where memory is right already."""
         self.save_whole()
@@ -344,18 +336,6 @@ class TestDamage(StoreTest):
             self.assertEqual(0, self.load().chunks)
             self.save_whole()
             self.assertEqual(CHUNKS, self.load().chunks, turn)
-
-    def test_replaced_meanwhile(self) -> None:
-        """A damaged file that somebody wrote anew meanwhile is left alone."""
-        self.save_whole()
-        sound = self.file(0).read_bytes()
-        flip(self.file(0), 5000)
-        version, name = self.version(0), entry_name(self.keys[0].name, SMALL.full)
-        self.file(0).rename(self.root / "aside")  # so that its inode is not used again
-        self.file(0).write_bytes(sound)
-
-        self.assertTrue(self.store.storage.delete(name, version))
-        self.assertEqual(sound, self.file(0).read_bytes())
 
     def test_read_only(self) -> None:
         """Where nothing can be written, saving raises and damage stays a miss."""
