@@ -95,14 +95,6 @@ class TestSettings(unittest.TestCase):
             with contextlib.chdir("/"):
                 self.assertIsNotNone(keyring.naming())
 
-    def test_trust(self) -> None:
-        """This user and root are believed, others where they are named, anybody if asked for."""
-        own = os.geteuid()
-
-        self.assertEqual({own, 0}, Security().uids)
-        self.assertEqual({own, 0, 7}, Security(trusted_uids=[7]).uids)
-        self.assertIsNone(Security(trusted_uids="any").uids)
-
 
 class TestModes(SecurityTest):
     """Who may read what is written."""

@@ -80,12 +80,6 @@ class SettingsTest(DirectoryTest):
         with mock.patch.dict(os.environ, {"AWS_ACCESS_KEY_ID": "abc"}), refused:
             Bucket.at(self.url())
 
-    def test_urls(self) -> None:
-        """A place has to be one that keys can begin with."""
-        for url in ("s3://b kt/x", "s3://bkt/a//b", "s3://bkt/../x", "s3://bkt/a\x01", "s3://[/x"):
-            with self.subTest(url), self.assertRaises(ConfigError):
-                VUA(CONFIG, url)
-
     @pytest.mark.thorough
     def test_panic(self) -> None:
         """Whatever the client breaks off with is an error of VUA, also in a directory's tier."""

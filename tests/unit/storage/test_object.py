@@ -197,9 +197,10 @@ class URLTest(unittest.TestCase):
         self.assertIn("no reason is given", str(found))
 
     def test_unknown(self) -> None:
-        """Another scheme, and a URL without a bucket, are refused."""
-        for url in ("ftp://host/x", "s3:///x"):
-            with self.assertRaises(ConfigError):
+        """Another scheme, no bucket, and a prefix that no key can begin with are refused."""
+        for url in ("ftp://host/x", "s3:///x", "s3://b kt/x", "s3://bkt/a//b", "s3://bkt/../x",
+                    "s3://bkt/a\x01", "s3://[/x"):  # fmt: skip
+            with self.subTest(url), self.assertRaises(ConfigError):
                 VUA(CONFIG, url)
 
     def test_plain_http(self) -> None:
