@@ -343,7 +343,7 @@ class WriteQueue:
         saves = [part for save in copied for part in self._parts(save)]
         for at, save in enumerate(saves):
             try:
-                self._pool.submit(self._write, save, tries=len(save.keys))
+                self._pool.submit(self._write, save)
             except RuntimeError as problem:  # not a single thread can be started
                 self._warn_once("threads", f"chunks are not stored: {problem}")
                 self._lose(saves[at:])
@@ -417,6 +417,8 @@ class WriteQueue:
         self._pool.give_up()
 
     def _is_late(self, job: Job[_Save]) -> None:
+        for _ in job.what.keys[1:]:  # the pool counts one failure
+            self._breaker.went(well=False)
         if not job.started:
             job.what.free()
         self._count_saves(job.what, ["timeout"] * len(job.what.keys), 0.0)

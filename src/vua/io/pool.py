@@ -41,13 +41,9 @@ _LOOKS: Final = 10
 class Job(Generic[W]):
     """One piece of work, shared by its thread and its owner. Thread-safe."""
 
-    def __init__(
-        self, pool: Pool[Any], work: Callable[[Job[W]], object], what: W, tries: int = 1
-    ) -> None:
+    def __init__(self, pool: Pool[Any], work: Callable[[Job[W]], object], what: W) -> None:
         self.what = what
         """What the work is about."""
-        self.tries = tries
-        """How many failures it counts as when it is overdue."""
         self.started = False
         """Whether a thread has started it, and may still be running it."""
         self._pool = pool
@@ -198,15 +194,13 @@ class Pool(Generic[W]):
         self,
         work: Callable[[Job[W]], object],
         what: W = None,  # type: ignore[assignment]
-        *,
-        tries: int = 1,
     ) -> Job[W]:
         """Call ``work(job)`` on a thread, in the order of submission; never blocks.
 
         Raises RuntimeError, and calls nothing, after :meth:`close` or if no thread at all can be
         started.
         """
-        job = Job(self, work, what, tries)
+        job = Job(self, work, what)
         try:
             self._put(job)
         except BaseException:
@@ -328,8 +322,7 @@ class Pool(Generic[W]):
         """
         late = self._overdue() if self._open else []
         for job in late:
-            for _ in range(job.tries):
-                self.breaker.went(well=False)
+            self.breaker.went(well=False)
             if self._late is not None:
                 self._late(job)
             job.tell(error=TimeoutError(f"{self._name}: no progress for {self._timeout_s:g} s"))

@@ -50,36 +50,6 @@ class Meta(NamedTuple):
     """Distinguishes these bytes from all that ever have this name (an ETag)."""
 
 
-class ByteGate:
-    """Bounds the bytes in flight. Thread-safe; a forked child starts with none."""
-
-    def __init__(self, limit_nbytes: int) -> None:
-        """Allow ``limit_nbytes`` at a time; anything larger goes alone."""
-        self._limit_nbytes = limit_nbytes
-        self.after_fork()
-        watch(self)
-
-    def after_fork(self) -> None:
-        self._changed = threading.Condition()
-        self._held_nbytes = 0
-
-    @contextmanager
-    def hold(self, nbytes: int) -> Iterator[None]:
-        """Wait until ``nbytes`` fit, and hold them."""
-        with self._changed:
-            self._changed.wait_for(lambda: self._fits(nbytes))
-            self._held_nbytes += nbytes
-        try:
-            yield
-        finally:
-            with self._changed:
-                self._held_nbytes -= nbytes
-                self._changed.notify_all()
-
-    def _fits(self, nbytes: int) -> bool:
-        return not self._held_nbytes or self._held_nbytes + nbytes <= self._limit_nbytes
-
-
 SCHEMES: Final = ("s3", "gs", "az", "file", "memory")
 """Schemes of a cache's URL. ``memory`` is private to this process, for tests."""
 
@@ -402,20 +372,38 @@ class Bucket:
     @staticmethod
     def in_flight(nbytes: int) -> AbstractContextManager[None]:
         """Return a context for a body of ``nbytes`` in flight; entering waits until it fits."""
-        return _runtime.gate.hold(nbytes)
+        return _runtime.hold(nbytes)
 
 
 class _Runtime:
+    """What all buckets of this process share. Thread-safe; a forked child has no body in flight."""
+
     def __init__(self) -> None:
         self.threads = Pool[None](REQUESTS_AT_ONCE, "vua-bucket")
         self.small = Pool[None](_SMALL_REQUESTS, "vua-bucket-small")
-        self.gate = ByteGate(_IN_FLIGHT_NBYTES)
         self.buffers = BufferPool(_KEPT_NBYTES)
-        self.is_used = self.is_forked = False
+        self.is_used = False
+        self.after_fork()
         watch(self)
 
     def after_fork(self) -> None:
         self.is_forked = self.is_used
+        self._changed, self._held_nbytes = threading.Condition(), 0
+
+    @contextmanager
+    def hold(self, nbytes: int) -> Iterator[None]:
+        """Wait until a body of ``nbytes`` may be in flight, and hold its place."""
+        with self._changed:
+            self._changed.wait_for(
+                lambda: not self._held_nbytes or self._held_nbytes + nbytes <= _IN_FLIGHT_NBYTES
+            )
+            self._held_nbytes += nbytes
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._held_nbytes -= nbytes
+                self._changed.notify_all()
 
 
 _runtime: Final = _Runtime()

@@ -52,7 +52,6 @@ _FIRST: Final = bytes(_DIGEST)
 _AT_ONCE: Final = 1 << 10
 _LEAST: Final = 16
 """Fewer chunks are not worth an object: a PUT costs as much as the GETs of 13 headers."""
-_WAIT_S: Final = 60.0
 
 
 def parents_in(data: bytes | memoryview) -> Iterator[tuple[str, str]]:
@@ -75,39 +74,6 @@ def write_parents(bucket_path: BucketPath, parents: Iterable[tuple[str, str]]) -
         data += bytes.fromhex(name) + (bytes.fromhex(before) or _FIRST)
     data += xxhash.xxh3_64_digest(data)
     bucket_path.bucket.put((bucket_path / PARENTS / secrets.token_hex(8)).key, bytes(data))
-
-
-class ParentNotes:
-    """This process's knowledge of a namespace's chunks that is not written yet. Thread-safe."""
-
-    def __init__(
-        self, bucket_path: BucketPath, clock: Callable[[], float] = time.monotonic
-    ) -> None:
-        self._bucket_path, self._clock = bucket_path, clock
-        self._lock = threading.Lock()
-        self._known: list[tuple[str, str]] = []
-        self._since_s = 0.0
-
-    def note(self, entry: str, data: bytes | memoryview) -> None:
-        """Note an entry that was stored, given its first bytes; raises nothing."""
-        chunk, _, name = entry.partition("/")
-        shard, found = Shard.parse(name), parent_in(bytes(data))
-        if found is None or shard is None or shard.layer_start or shard.head_start:
-            return
-        with self._lock:
-            if not self._known:
-                self._since_s = self._clock()
-            self._known.append((chunk, found[0]))
-
-    def write(self, *, ends: bool = False) -> None:
-        """Write what is known, if that is much, or old, or the process ``ends``; raises nothing."""
-        with self._lock:
-            old = ends or self._clock() - self._since_s >= _WAIT_S
-            if len(self._known) < (_LEAST if old else _AT_ONCE):
-                return
-            known, self._known = self._known, []
-        with suppress(OSError):  # then `vua gc` reads headers
-            write_parents(self._bucket_path, known)
 
 
 log = logging.getLogger(__name__)
@@ -147,14 +113,16 @@ class ObjectStorage:
         self._bucket = bucket_path.bucket
         self._renew = renew
         self._renewed_s: float | None = None
-        self._notes = ParentNotes(bucket_path)
+        self._lock = threading.Lock()
+        self._parents: list[tuple[str, str]] = []
+        """Chunks that were stored, each with the one before it, and not written down yet."""
         self.times: dict[str, float] = {}
         """When chunks' objects were last written, as far as answers told: seconds since 1970 by the
         server's clock."""
 
     def close(self) -> None:
         """Write which chunk precedes which; the bucket stays open."""
-        self._notes.write(ends=True)
+        self._write_parents(_LEAST)
 
     def note_time(self, chunk: str, modified_s: float) -> None:
         if len(self.times) >= _MOST_TIMES:
@@ -268,7 +236,7 @@ class ObjectStorage:
                 problems[index] = problem
 
         self._bucket.each(put, range(len(batch.names)))
-        self._notes.write()
+        self._write_parents(_AT_ONCE)
         return WriteResult(statuses, problems.get(min(problems, default=0)))
 
     def _describe(self) -> None:
@@ -300,8 +268,21 @@ class ObjectStorage:
                     if self._bucket.head(key).nbytes == batch.nbytes:
                         return PRESENT
                 self._bucket.put(key, data)
-        self._notes.note(name, head)
+        chunk, _, shard_name = name.partition("/")
+        shard, before = Shard.parse(shard_name), parent_in(head)
+        if before is not None and shard is not None and not (shard.layer_start or shard.head_start):
+            with self._lock:
+                self._parents.append((chunk, before[0]))
         return WRITTEN
+
+    def _write_parents(self, least: int) -> None:
+        """Write which chunk precedes which, for ``least`` or more; raises nothing."""
+        with self._lock:
+            if len(self._parents) < least:
+                return
+            known, self._parents = self._parents, []
+        with suppress(OSError):  # then `vua gc` reads headers
+            write_parents(self.directory, known)
 
     def delete(self, name: str, if_version: bytes | None = None) -> bool:
         """Delete an object; with ``if_version`` after checking that it is still that one.

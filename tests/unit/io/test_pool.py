@@ -154,14 +154,14 @@ class TestPool(unittest.TestCase):
     def test_late(self) -> None:
         """Of what is overdue the owner is told, the breaker too, and who waits gets an error."""
         late: list[str] = []
-        breaker = Breaker(failures=3, clock=lambda: self.now)
+        breaker = Breaker(failures=2, clock=lambda: self.now)
         pool = Pool[str](
             *(1, "test"),
             timeout_s=0.05,
             breaker=breaker,
             late=lambda job: late.append(job.what),
         )
-        job = pool.submit(self.hang, "late", tries=2)
+        job = pool.submit(self.hang, "late")
         behind = pool.submit(self.do, "behind")
         with self.assertRaisesRegex(TimeoutError, "test: no progress for 0.05 s"):
             job.result()
@@ -169,7 +169,7 @@ class TestPool(unittest.TestCase):
             behind.result()
 
         self.assertEqual(["late", "behind"], late)
-        self.assertFalse(breaker.closed, "three tries have failed")
+        self.assertFalse(breaker.closed, "two tries have failed")
 
     def test_results(self) -> None:
         """A result comes when the work ends, or when it is told; the breaker hears of it once."""
