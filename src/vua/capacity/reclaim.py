@@ -424,10 +424,6 @@ class Capacity:
         """Raise the times to live of a chunk and its prefix; never raises for the storage."""
         marks.raise_ttls(self.space, chunk, ttl_s)
 
-    def share_reads(self) -> None:
-        """Expect other processes of this host to read the same entries at the same time."""
-        self.storage.shares_reads = True
-
     # -- arithmetic, for who holds the lock ---------------------------------------------------
 
     def _note_move(self) -> None:

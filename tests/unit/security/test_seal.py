@@ -83,6 +83,19 @@ class TestRoundTrip(SealTest):
         self.check(DEEP, [DEEP.full], [DEEP.full, Shard(0, 1, 0, 1)], None, PACKED)
         self.check(LATENT, [LATENT.full], [LATENT.full, Shard(2, 9, 0, 1)], None, 8, PACKED)
 
+    def test_stored_bytes(self) -> None:
+        """Encrypted payloads share nothing with the values, those in clear are the values."""
+        for encrypt in KINDS:
+            store = self.store(security=self.security(encrypt=encrypt))
+            keys, model = self.save(store)
+            payload = self.file(keys, 0).read_bytes()[4096:]
+            k = np.moveaxis(model[0][:, :, : SMALL.chunk_tokens], 0, 1).tobytes()
+
+            self.assertEqual(encrypt, not payload.startswith(k))
+            if encrypt:
+                same = np.frombuffer(payload[: len(k)], "u1") == np.frombuffer(k, "u1")
+                self.assertLess(same.mean(), 0.05)
+
     def test_same_again(self) -> None:
         """Two files of the same chunk are different throughout: each has a nonce of its own."""
         store = self.store(security=self.security(encrypt=True))
