@@ -141,6 +141,25 @@ class TierTest(DirectoryTest):
             self.assertEqual((64, kv_bits(KV)), (found.num_tokens, kv_bits(found.data)))
             self.assertEqual((4, 0), (travel.counts["brought"], travel.counts["not_brought"]))
 
+    @pytest.mark.thorough
+    def test_damage_near(self) -> None:
+        """Each damaged file of the directory is a miss once, then comes from the bucket."""
+        self.put("a")
+        for path in self.root.glob("a/*/??/*/*.safetensors"):
+            data = bytearray(path.read_bytes())
+            data[-1] ^= 1
+            path.write_bytes(bytes(data))
+        with self.open("a") as vua, self.assertLogs("vua", logging.WARNING):
+
+            def healed() -> bool:
+                self.assertIn(vua.get_closest(TOKENS).num_tokens, (0, 16, 32, 48, 64))
+                return namespace_of(vua).travel.counts["brought"] == 4
+
+            until(healed)
+            found = vua.get_closest(TOKENS)
+            self.assertEqual(kv_bits(KV), kv_bits(found.data))
+        self.assertEqual(4, len(self.keys()))
+
     def test_nothing_is_written_back_meanwhile(self) -> None:
         """What came from behind is written back once nothing is read any more."""
         self.put("a")
