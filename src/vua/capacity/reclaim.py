@@ -84,6 +84,8 @@ _COSTLY_S: Final = 0.25
 _WAIT_S: Final = 4.0
 """Longest wait for another writer's eviction, and longest own one, but for a call that hangs:
 vLLM's connector gives a write up after `timeouts.io_s`, 10 s."""
+_TURN_S: Final = 0.01
+"""How often a writer looks whether an eviction has ended. It is told of each few chunks."""
 _CLOSE_WAIT_S: Final = 5.0
 _PAUSES_S: Final = (1.0, 300.0)
 """How long nothing is written after the disk stayed full: first, doubled each time, at most."""
@@ -100,6 +102,8 @@ _NO_INODES: Final = (
     "the file system has few inodes left, and what is stored was used more recently, is pinned, or "
     "other programs use them up; delete files, lower min_free_inodes in bounds.json, or see `df -i`"
 )
+
+_Count = Callable[[DeletionTotals], None]
 
 
 class StoppedError(Exception):
@@ -257,14 +261,18 @@ class Capacity:
             may_look = estimate.is_stale and estimate.limits is not None
         if may_look:
             estimate.look(nbytes)
-        with self._changed:
-            has_space = not estimate.is_stale and estimate.missing(nbytes) <= 0
-            if has_space:
-                estimate.reserve(nbytes, files)
-        granted = has_space or self._evict_for(nbytes, before_ns, files)
+        granted = self._take(nbytes, files) or self._evict_for(nbytes, before_ns, files)
         if granted or estimate.chunks > AT_ONCE:
             self._wake()
         return granted
+
+    def _take(self, nbytes: int, files: int) -> bool:
+        """Reserve space if there is some."""
+        with self._changed:
+            has_space = not self._estimate.is_stale and self._estimate.missing(nbytes) <= 0
+            if has_space:
+                self._estimate.reserve(nbytes, files)
+        return has_space
 
     def _evict_for(
         self, nbytes: int, before_ns: int | None, files: int, *, full: bool = False
@@ -273,9 +281,15 @@ class Capacity:
         began_s, granted, lock = time.monotonic(), False, self._evictor.lock
         if self._closed:
             return False
-        if not lock.acquire(timeout=0.0 if self._too_slow else _WAIT_S):
-            self._cannot_wait()
-            return False
+        until_s = began_s + (0.0 if self._too_slow else _WAIT_S)
+        with self._changed:
+            while not lock.acquire(blocking=False):
+                if not full and self._take(nbytes, files):
+                    return True  # of what the thread has deleted so far
+                if (left_s := until_s - time.monotonic()) <= 0:
+                    self._cannot_wait()
+                    return False
+                self._changed.wait(min(left_s, _TURN_S))
         try:
             self._stop_s, self._too_slow = time.monotonic() + _WAIT_S, False
             with self._telling():
@@ -538,7 +552,7 @@ class Capacity:
         """Look for victims, unless another process does so: then take what it has found."""
         began_s = time.monotonic()
 
-        def search(directory: int, now_ns: int) -> DeletionTotals:
+        def search(directory: int, now_ns: int, _: object) -> DeletionTotals:
             with lease(directory) as held:
                 if not self._evictor.adopt(now_ns) and held is not None:
                     self._evictor.search(now_ns, partial(self._pulse, held))
@@ -573,12 +587,12 @@ class Capacity:
         pause_s = max(pause_s, self._estimate.chunks * _EXPIRY_CHUNK_S)
         self._expire_from_s = now_s + pause_s
 
-        def expire(directory: int, now_ns: int) -> DeletionTotals:
+        def expire(directory: int, now_ns: int, count: _Count) -> DeletionTotals:
             before_ns = 0 if ttl_s is None else now_ns - int(ttl_s * 1e9)
             with lease(directory, "expiry", stays_s=pause_s) as held:
                 if held is None:
                     return NOTHING
-                return self._evictor.expire(now_ns, before_ns, lambda _: self._pulse(held))
+                return self._evictor.expire(now_ns, before_ns, partial(self._pulse, held, count))
 
         if ttl_s is not None or self._has_own_ttls():
             self._delete(expire)
@@ -608,7 +622,7 @@ class Capacity:
     ) -> DeletionTotals:
         limits = self._estimate.limits
 
-        def evict(_: int, now_ns: int) -> DeletionTotals:
+        def evict(_: int, now_ns: int, count: _Count) -> DeletionTotals:
             most_ns = before_ns
             if ahead:
                 with self._changed:
@@ -619,36 +633,47 @@ class Capacity:
                 now_ns,
                 before_ns=most_ns,
                 pins_nbytes=None if limits is None else int(limits.max_bytes * PINNED_SHARE),
-                pulse=lambda _: self._pulse(),
+                pulse=partial(self._pulse, None, count),
             )
 
         return self._delete(evict)
 
-    def _delete(self, work: Callable[[int, int], DeletionTotals]) -> DeletionTotals:
+    def _delete(self, work: Callable[[int, int, _Count], DeletionTotals]) -> DeletionTotals:
         """Call ``work`` with the upkeep directory and the server's time; a failure is one warning.
 
-        Returns what it has deleted.
+        It also gets what counts the deleted so far, of which writers may take. Returns all of it.
         """
+        counted, lacked_inodes = NOTHING, self._estimate.lacks_inodes
+
+        def count(freed: DeletionTotals) -> None:
+            nonlocal counted
+            chunks, nbytes = freed.chunks - counted.chunks, freed.nbytes - counted.nbytes
+            counted = freed
+            with self._changed:
+                self._estimate.freed(nbytes, chunks)
+                self.counts["chunks_evicted"] += chunks
+                self.counts["bytes_evicted"] += nbytes
+                self._changed.notify_all()
+
         if not self._may_delete():
             return NOTHING
         try:
             with closing_fd(upkeep_directory(self._root)) as directory:
-                freed = work(directory, next_tick_ns(directory))
+                freed = work(directory, next_tick_ns(directory), count)
         except OSError as problem:
             self.warn_once("evict", f"nothing can be evicted from {self._root}: {problem}")
             return NOTHING
-        with self._changed:
-            lacked_inodes = self._estimate.lacks_inodes
-            self._estimate.freed(freed.nbytes, freed.chunks)
-            self.counts["chunks_evicted"] += freed.chunks
-            self.counts["bytes_evicted"] += freed.nbytes
+        count(freed)
         if lacked_inodes:
             with contextlib.suppress(OSError):
                 drop_empty_fans(self._root)
             self._estimate.ask_disk()
         return freed
 
-    def _pulse(self, held: Lease | None = None) -> None:
+    def _pulse(
+        self, held: Lease | None, count: _Count = lambda _: None, freed: DeletionTotals = NOTHING
+    ) -> None:
+        count(freed)
         if held is not None:
             held.renew()
         if self._closed or (held is None and time.monotonic() > self._stop_s):

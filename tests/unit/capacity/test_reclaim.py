@@ -20,7 +20,7 @@ import pytest
 
 from helpers import SOON_S, TESTS, DirectoryTest, until
 from replay import LAYOUT, NBYTES, Cache
-from vua.capacity import evictor
+from vua.capacity import evictor, usage
 from vua.capacity.evictor import Evictor
 from vua.capacity.limits import Limits, ResolvedLimits
 from vua.capacity.lru import MTIME_STEP_NS, mtime_ns_of, set_mtime
@@ -155,6 +155,35 @@ class TestReclaim(DirectoryTest):
             self.assertFalse(self.save(cache, 1001))
             until(lambda: self.save(cache, 1002))
         self.assertLess(time.monotonic() - began_s, 2.0)
+
+    def test_takes_what_went(self) -> None:
+        """A writer does not wait for the end of an eviction that has made space for it."""
+        self.enterContext(mock.patch.object(usage, "_INTERVAL_SHARES", (1.0, 1.0)))
+        cache = Cache(self.root, 50)
+        for number in range(50):
+            self.save(cache, number)
+        self.wait_for_end()
+        goes_on, hangs, real, gone = threading.Event(), threading.Event(), evictor.delete_chunks, []
+
+        def delete(*args: Any) -> Any:
+            if sum(gone) >= 3:
+                hangs.set()
+                goes_on.wait(2 * SOON_S)
+            found = real(*args)
+            gone.append(int(found.deleted.sum()))
+            return found
+
+        with (
+            mock.patch.object(evictor, "_AT_A_TIME", 4),
+            mock.patch.object(evictor, "delete_chunks", delete),
+        ):
+            slow = threading.Thread(target=lambda: cache.capacity.grant(8 * NBYTES, files=8))
+            slow.start()
+            self.assertTrue(hangs.wait(SOON_S))
+            self.assertTrue(self.save(cache, 1000))
+            goes_on.set()
+            slow.join()
+            self.wait_for_end()
 
     def test_another_hangs(self) -> None:
         """While a process hangs within its eviction the others evict for themselves."""
