@@ -302,6 +302,9 @@ def _s3(url: str) -> _Settings:
     if len(keys) == 1:
         (missing,) = set(_PAIR) - set(keys)
         raise ConfigError(f"{url}: {keys[0]} is set and {missing} is not; set both")
+    for name in keys:
+        if not os.environ[name]:
+            raise ConfigError(f"{url}: {name} is empty; give it a value, or unset it")
     # Bodies stay out of signatures: hashing them takes half of a save's CPU time.
     options: dict[str, Any] = {"unsigned_payload": True}
     if "AWS_UNSIGNED_PAYLOAD" in os.environ:
@@ -311,6 +314,9 @@ def _s3(url: str) -> _Settings:
         identity, found = _from_files(url, identity)
         options |= found
     if endpoint := _named(_ENDPOINTS):
+        if not re.match("https?://", endpoint[1]):  # obstore panics at the first request
+            shown = "" if "@" in endpoint[1] else f" {endpoint[1]!r}"
+            raise ConfigError(f"{url}: {endpoint[0]}{shown} is not http://HOST:PORT")
         options["endpoint"] = endpoint[1]  # obstore does not know all of these variables
     region = (_named(_REGIONS) or ("", options.get("region") or "us-east-1"))[1]
     where = options.get("endpoint") or f"AWS S3 in {region}"
