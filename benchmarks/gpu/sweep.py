@@ -99,7 +99,7 @@ class Sweep:
         def load() -> None:
             job = Job(pool, print, LoadOrder("r", [[]], [part]))
             came = ring.load(self.keys, job, lambda: None, [self.slots])
-            expect("load", holds=came.chunks == self.chunks)
+            expect("load", holds=came == self.chunks)
 
         room = [self.bench.host(self.payload).numpy() for _ in range(max(THREADS))]
 

@@ -278,7 +278,8 @@ class TransformersCampaignTest(unittest.TestCase):
         place, blind = "vua.transformers.cache", mock.Mock(return_value=())
         marks = mock.Mock(return_value=((), ()))
         with (
-            mock.patch.multiple(place, mark_of=marks, light_mark=blind, tensor_mark=blind),
+            mock.patch.multiple(place, mark_of=marks, light_mark=blind),
+            mock.patch("vua.transformers.model.tensor_mark", blind),
             mock.patch(f"{place}.Description.change", return_value=""),
             mock.patch(f"{place}.PrefixCache._other_ids", return_value=""),
             mock.patch("vua.transformers.probe.Probe.unlike", return_value=""),

@@ -348,7 +348,7 @@ class RefusalTest(DirectoryTest):
     def test_object_lock(self) -> None:
         """A bucket with a retention, on a real server: a deletion leaves a version."""
         boto3, server = pytest.importorskip("boto3"), seaweedfs()
-        name = f"lock-{self.root.name}".lower().replace("_", "-")
+        name = f"lock-{self.root.name}-kv".lower().replace("_", "-")
         with speaking_to(server.endpoint):
             s3 = boto3.session.Session().client("s3", endpoint_url=server.endpoint)
             s3.create_bucket(Bucket=name, ObjectLockEnabledForBucket=True)
