@@ -46,7 +46,7 @@ from vua.capacity.removal import NOTHING, DeletionTotals, drop_empty_fans
 from vua.capacity.reservation import Pending
 from vua.capacity.spaces import Space, spaces
 from vua.capacity.upkeep import Lease, lease, next_tick_ns, upkeep_directory
-from vua.capacity.usage import UsageEstimate
+from vua.capacity.usage import BURST_FILES, UsageEstimate
 from vua.errors import ConfigError, StorageFullError
 from vua.format.keys import ChunkKey, Keys
 from vua.io.forks import watch
@@ -58,13 +58,6 @@ from vua.storage.names import AFTER
 
 log = logging.getLogger(__name__)
 
-_BURST_SHARE: Final = 1 / 200
-"""Share of the limit that is freed at once. Freeing early costs hits: on traces of requests 1 %
-less space costs up to 1.4 % of the hits."""
-_BURST_FILES: Final = (8, 512)
-"""Files freed at once, at least and at most. Each burst asks for the time, so it is worth 8 files
-(but never a hundredth of the limit); ext4 creates files slowly after tens of thousands of
-deletes."""
 _PARTS: Final = 256
 """A writer that finds far too much stored evicts one of so many parts of the limit: other processes
 may evict at the same time."""
@@ -94,14 +87,6 @@ _BATCH_SHARE: Final = 1 / 256
 """Share of the limit that one reservation may ask for: several processes do so independently."""
 _REASONS: Final = {"behind", "evict", "full", "mark", "size", "thread"}
 """Warnings that say why a chunk is not stored."""
-_NO_SPACE: Final = (
-    "what is stored was used more recently, is pinned, or other files fill the disk; "
-    "raise max_bytes, lower min_free_bytes, or see `vua du`"
-)
-_NO_INODES: Final = (
-    "the file system has few inodes left, and what is stored was used more recently, is pinned, or "
-    "other programs use them up; delete files, lower min_free_inodes in bounds.json, or see `df -i`"
-)
 
 _Count = Callable[[DeletionTotals], None]
 
@@ -158,7 +143,6 @@ class Capacity:
         self._evictor.lock = threading.RLock()
         self._paused_until_s = 0.0  # nothing is to be written before this, by the monotonic clock
         self._pause_s = _PAUSES_S[0]
-        self._largest_bytes = 0  # of the files asked for
         self._writing_ns = HIGHEST  # mtime of the oldest parent of what was written since then
         self._ahead_from_s = self._search_from_s = self._expire_from_s = 0.0
         self._thread_running = False
@@ -215,8 +199,8 @@ class Capacity:
                 again_s=_AGAIN_S,
             )
         elif not self._warned.keys() & _REASONS:
-            cause = _NO_INODES if self._estimate.lacks_inodes else _NO_SPACE
-            self.warn_once("refused", f"{self._root}: no room for a chunk: {cause}")
+            text = f"{self._root}: no room for a chunk: {self._estimate.why_full}"
+            self.warn_once("refused", text)
 
     # -- for writers ---------------------------------------------------------------------------
 
@@ -452,15 +436,14 @@ class Capacity:
     def note_request(self, nbytes: int, before_ns: int | None, files: int) -> None:
         """Note what is to be written: ``files`` of ``nbytes`` in all, parent's mtime if any."""
         self._estimate.count_request(nbytes, files)
-        self._largest_bytes = max(self._largest_bytes, nbytes // files)
         if before_ns is not None:
             self._writing_ns = min(self._writing_ns, before_ns)
 
     def _is_due(self) -> bool:
-        now_s = time.monotonic()
-        if now_s >= self._expire_from_s or self._estimate.is_ageing or self._is_search_due():
+        now_s, estimate = time.monotonic(), self._estimate
+        if now_s >= self._expire_from_s or estimate.is_ageing or self._is_search_due():
             return True
-        return now_s >= self._ahead_from_s and self._estimate.missing(self._burst_bytes() // 2) > 0
+        return now_s >= self._ahead_from_s and estimate.missing(estimate.burst_bytes // 2) > 0
 
     def _is_search_due(self) -> bool:
         limits = self._estimate.limits
@@ -468,14 +451,6 @@ class Capacity:
             return False
         is_near = self._estimate.missing(int(limits.max_bytes * (1 - _SEARCH_SHARE))) > 0
         return is_near and time.monotonic() >= self._search_from_s
-
-    def _burst_bytes(self) -> int:
-        limits, (few, most) = self._estimate.limits, _BURST_FILES
-        if limits is None:
-            return most * self._largest_bytes
-        stored_bytes = min(limits.max_bytes, self._estimate.used_bytes)  # the disk may be the limit
-        files = stored_bytes // max(1, self._largest_bytes)
-        return min(max(int(files * _BURST_SHARE), few), files // 100, most) * self._largest_bytes
 
     # -- what reads and changes the directory ---------------------------------------------------
 
@@ -498,7 +473,7 @@ class Capacity:
             if estimate.chunks <= AT_ONCE:  # else this writer goes first
                 self._expire()
         if full:  # a new chunk may take a folder, too, which others leave
-            self._evict(2 * nbytes + self._burst_bytes(), before_ns)
+            self._evict(2 * nbytes + self._estimate.burst_bytes, before_ns)
             return True
         limits = estimate.limits
         if limits is None:
@@ -525,26 +500,27 @@ class Capacity:
         Where much must go, as after the limit was lowered, it is enough that more goes than is
         added: other writers evict, too.
         """
-        estimate, burst_bytes = self._estimate, self._burst_bytes()
+        estimate, burst_bytes = self._estimate, self._estimate.burst_bytes
         if (need := estimate.missing(nbytes)) <= 0:
             return True
         # While no victims are known the writer waits for a search, too: a small burst does.
         more_bytes = burst_bytes if self._evictor.left else burst_bytes // 8
-        part = max(_BURST_FILES[0] * nbytes, burst_bytes, self.max_bytes // _PARTS)
+        part = max(BURST_FILES[0] * nbytes, burst_bytes, self.max_bytes // _PARTS)
         freed = self._evict(min(need + more_bytes, part), before_ns)
         return freed.nbytes >= min(need, 2 * nbytes)
 
     def work_ahead(self) -> None:
         """Measure, look for victims and evict before a writer has to."""
-        if self._estimate.is_ageing:
+        estimate = self._estimate
+        if estimate.is_ageing:
             self.measure()
         self._expire()
         if self._is_search_due():
             self._search()
-        began_s, burst_bytes = time.monotonic(), self._burst_bytes()
-        need = self._estimate.missing(burst_bytes // 2)
+        began_s, burst_bytes = time.monotonic(), estimate.burst_bytes
+        need = estimate.missing(burst_bytes // 2)
         if need > 0 and began_s >= self._ahead_from_s:
-            need = min(need, max(burst_bytes, self._largest_bytes))  # writers come in between
+            need = min(need, max(burst_bytes, estimate.largest_bytes))  # writers come in between
             if self._evict(need + burst_bytes // 2, ahead=True).nbytes < need:
                 self._ahead_from_s = began_s + max(0.1, 11 * (time.monotonic() - began_s))
 
