@@ -314,9 +314,6 @@ def _s3(url: str) -> _Settings:
         identity, found = _from_files(url, identity)
         options |= found
     if endpoint := _named(_ENDPOINTS):
-        if not re.match("https?://", endpoint[1]):  # obstore panics at the first request
-            shown = "" if "@" in endpoint[1] else f" {endpoint[1]!r}"
-            raise ConfigError(f"{url}: {endpoint[0]}{shown} is not http://HOST:PORT")
         options["endpoint"] = endpoint[1]  # obstore does not know all of these variables
     region = (_named(_REGIONS) or ("", options.get("region") or "us-east-1"))[1]
     where = options.get("endpoint") or f"AWS S3 in {region}"
