@@ -146,7 +146,7 @@ class Capacity:
         self._writing_ns = HIGHEST  # mtime of the oldest parent of what was written since then
         self._ahead_from_s = self._search_from_s = self._expire_from_s = 0.0
         self._thread_running = False
-        self._too_slow = False  # a writer waited in vain: no other waits until an eviction ends
+        self._too_slow = False  # a wait has failed: no other until an eviction ends
         self._closed = False  # also ends an eviction or a search that is under way
         self._stop_s = math.inf  # time limit of the eviction that holds the evictor's lock
 

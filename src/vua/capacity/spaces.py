@@ -216,7 +216,7 @@ def columns_of(space: Space, fan: str) -> tuple[ChunkNames, Column]:
     """Return the names and mtimes of the chunks in one fan-out directory."""
     import numpy as np  # noqa: PLC0415 - what only looks goes without
 
-    from vua.native import ChunkNames, list_chunks  # noqa: PLC0415 - likewise
+    from vua.native import ChunkNames, list_chunks  # noqa: PLC0415 - as numpy
 
     with opened(space.fd, fan) as fd:
         return (ChunkNames.of(()), np.empty(0, dtype=np.int64)) if fd is None else list_chunks(fd)
@@ -351,7 +351,7 @@ def spread(work: Callable[[T], R], items: Sequence[T], *, large: bool) -> Iterat
     """
     if large:
         import multiprocessing  # noqa: PLC0415 - `vua ls` starts without
-        import threading  # noqa: PLC0415 - likewise
+        import threading  # noqa: PLC0415 - `vua ls` starts without
 
         # What is forked beside other threads may inherit a lock that is held, and hang.
         large = threading.current_thread() is threading.main_thread()

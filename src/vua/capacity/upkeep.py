@@ -135,8 +135,9 @@ class Lease:
 def lease(directory: int, name: str = "search", *, stays_s: float = 0.0) -> Iterator[Lease | None]:
     """Hold a lease in ``directory`` (a descriptor); None while another process does.
 
-    With ``stays_s`` it stays at the end, and nobody gets it for so long. Several may hold it where
-    a full file system has no room for it. Raises OSError if nothing can be created there.
+    ``stays_s``: for so many seconds after its end no process gets it. On a full file system, which
+    has no room for the file, several processes may hold it. Raises OSError if nothing can be
+    created there.
     """
     try:
         fd = None if isinstance(directory, Bare) else _made(directory, name, stays_s or LEASE_S)
@@ -227,7 +228,7 @@ class Counted(NamedTuple):
 
 
 def read_census(root: str | os.PathLike[str]) -> dict[str, Counted]:
-    """Return what was counted, by namespace; empty where there is no census, or a damaged one."""
+    """Return the counts of each namespace; none if the census is missing or damaged."""
     flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
     try:
         with closing_fd(os.open(Path(root) / UPKEEP / _CENSUS, flags)) as fd:

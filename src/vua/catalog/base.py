@@ -229,7 +229,7 @@ class NamespaceCatalog(ABC):
     def header(self, path: str) -> EntryInfo | None:
         """Read an entry's header; None if it is unreadable or unsound."""
         from vua.format.entry import MAX_HEADER_NBYTES  # noqa: PLC0415 - `ls` goes without
-        from vua.format.parse import parse_entry  # noqa: PLC0415 - likewise
+        from vua.format.parse import parse_entry  # noqa: PLC0415 - `ls` goes without
 
         with contextlib.suppress(OSError, CorruptEntryError):
             return parse_entry(bytes(self.read(path, MAX_HEADER_NBYTES)))

@@ -194,7 +194,7 @@ def option(spec: str, text: str, name: str = "", **more: Any) -> Callable[[W], W
 @option("--encrypt", "chunks of --key-file are encrypted")
 def _security(**given: Any) -> Security:
     from vua.security.keyring import check_keys  # noqa: PLC0415 - help goes without
-    from vua.security.settings import Security  # noqa: PLC0415 - likewise
+    from vua.security.settings import Security  # noqa: PLC0415 - help goes without
 
     security = Security(**given)
     check_keys(security)
@@ -229,8 +229,8 @@ def command(
         def run(*, as_json: bool, **options: Any) -> int:
             import logging  # noqa: PLC0415 - help goes without
 
-            from vua.storage.location import is_url  # noqa: PLC0415 - likewise
-            from vua.storage.mark import check_root  # noqa: PLC0415 - likewise
+            from vua.storage.location import is_url  # noqa: PLC0415 - help goes without
+            from vua.storage.mark import check_root  # noqa: PLC0415 - help goes without
 
             logging.getLogger("vua").addHandler(logging.NullHandler())  # the report says it all
             output = Output(is_json=as_json)
@@ -375,7 +375,7 @@ class _Commands(click.Group):
 
 def _version(_: click.Context) -> str:
     """Return the version, and whether native code is used, which is looked up only here."""
-    from vua import __version__, native  # noqa: PLC0415 - likewise
+    from vua import __version__, native  # noqa: PLC0415 - help goes without
 
     return f"vua {__version__}\n{native.status().text}"
 

@@ -1,7 +1,7 @@
 """What a request's K and V depend on beside its tokens: LoRA adapters, images, sounds and videos.
 
-Each is identified by its content. Of adapters, the scheduler's half learns here what all workers
-hold under each number.
+Each is identified by its content. The scheduler's half learns here which adapter all workers hold
+under each number.
 
 vLLM names an image by an identifier. That may be derived from the content, but also come from the
 client (``multi_modal_uuids``), from a counter, or from a mark within a picture's file, and no
@@ -315,7 +315,7 @@ class Media:
         for item in items:
             try:
                 self._digest(item)
-            except Exception:  # noqa: BLE001 - who asks for it is told
+            except Exception:  # noqa: BLE001 - `None` makes the request uncached
                 self._remember_digest(item, None)
 
     def _remember_digest(self, item: Any, digest: bytes | None) -> None:

@@ -126,7 +126,7 @@ class Comparisons:
                     why = f"chunk {key.name[:12]}: its file is {result}"
                 else:
                     found.append(result)
-        except Exception:  # likewise
+        except Exception:  # whatever a read raises costs no request
             log.exception("a chunk could not be compared")
             found, why = [], "an error, see the log"
         finally:
@@ -446,7 +446,7 @@ class WorkerSide:
             same = same and self._asked == asked  # no doubt came meanwhile
             if not (same and self._memory.adapters.holds(order.adapter)):
                 short, reason = order.parts[0].start, "reset"
-        except Exception:  # likewise
+        except Exception:  # whatever a read raises costs no request
             log.exception("load of request %s failed", order.request_id)
         finally:
             if job.settle(well=reason != "error"):

@@ -183,7 +183,7 @@ def choose(device: torch.device) -> Move:
     if device.type == "cuda":
         # Triton is optional; whatever it or its compiler raises, copies go on.
         with suppress(Exception):
-            from vua.device import kernels  # noqa: PLC0415 - likewise
+            from vua.device import kernels  # noqa: PLC0415 - it needs Triton
 
             if proves(kernels.move, device):
                 return kernels.move

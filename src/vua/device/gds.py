@@ -120,7 +120,7 @@ class CuFileMover:
             what.handle.fd = own
             what.fs_ops = 0
             return own, int(self._library.handle_register(what.ptr))
-        except Exception as problem:  # likewise
+        except Exception as problem:  # cuFile's own
             os.close(own)
             raise OSError(f"cuFileHandleRegister: {problem}{_hint(str(problem))}") from problem
 
@@ -139,7 +139,7 @@ class CuFileMover:
                 got = int(
                     self._library.read(handle[1], base, nbytes - done, offset + done, at + done)
                 )
-            except Exception as problem:  # likewise
+            except Exception as problem:  # cuFile's own
                 raise OSError(f"cuFileRead: {problem}") from problem
             if got < 0:
                 raise OSError(f"cuFileRead returned {got}")

@@ -231,7 +231,7 @@ def payload_map(
     """
     import numpy as np  # noqa: PLC0415 - what only looks goes without
 
-    from vua.native import MemoryMap  # noqa: PLC0415 - likewise
+    from vua.native import MemoryMap  # noqa: PLC0415 - as numpy
 
     payload = shard.payload_nbytes(layout)
     layers = np.arange(shard.layers, dtype=np.uint64)

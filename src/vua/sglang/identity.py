@@ -509,7 +509,7 @@ def setup_of(runner: Any, pools: Iterable[Any] = ()) -> Setup:
         _resolve(runner.model)
         own = _KNOWN | {name.partition(".")[0] for name in (package, *plugins.values())}
         code = code_of(runner.model, ENGINE.aside, {"runner": runner, **beside}, own)
-    except Exception as problem:  # whatever another engine's code raises
+    except Exception as problem:  # SGLang's code may raise any
         log.debug("its code cannot be read", exc_info=True)
         return Setup("", [f"code that cannot be read ({problem})"], secrets.token_hex(8))
     known = _KNOWN | {package.partition(".")[0]}

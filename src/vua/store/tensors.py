@@ -48,7 +48,7 @@ def sequences(tokens: torch.Tensor | Sequence[torch.Tensor] | Sequence[int]) -> 
             "tokens must be an integer tensor, a sequence of int, or a list of such, found "
             f"{type(tokens).__name__}; torch.as_tensor() makes one of an array"
         )
-    parts = [sequences(row) for row in tokens]  # type: ignore[arg-type] # likewise
+    parts = [sequences(row) for row in tokens]  # type: ignore[arg-type] # each is checked
     if any(part.listed for part in parts):
         msg = "a list of sequences must hold one sequence per item, found a batch inside it"
         raise InputError(msg)

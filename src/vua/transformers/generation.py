@@ -127,7 +127,7 @@ class _Generate:
         output = self._generate(inputs, generation_config, past_key_values=cache, **kwargs)
         try:
             self._save(call, cache, output)
-        except Exception as problem:  # noqa: BLE001 - likewise
+        except Exception as problem:  # noqa: BLE001 - a failed save costs no answer
             self._say(f"nothing is stored: {reason_of(problem)}")
         return output
 
