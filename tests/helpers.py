@@ -33,6 +33,7 @@ from vua.native import ChunkNames, MemoryMap, bindings
 from vua.native.entries import Deletions
 from vua.storage.base import WRITTEN
 from vua.storage.mark import UPKEEP, USES
+from vua.storage.names import SUFFIX
 from vua.store.namespace import Namespace
 from vua.store.store import Store
 from vua.store.writer import EntryWriter
@@ -123,6 +124,31 @@ def weights_known_later() -> Iterator[threading.Event]:
         yield go
 
 
+def walked(root: Path) -> list[Path]:
+    """All paths below a directory, in order, also while others delete there.
+
+    Before Python 3.13 `Path.rglob` raises where a folder goes while it walks.
+    """
+    found = []
+    for folder, below, files in os.walk(root):
+        found += [Path(folder, name) for name in (*below, *files)]
+    return sorted(found)
+
+
+def entries_below(root: Path) -> list[Path]:
+    """The files of chunks below a directory, in order, also while others delete there."""
+    return [path for path in walked(root) if path.suffix == SUFFIX]
+
+
+def occupied(root: Path) -> int:
+    """The bytes of the files of chunks below a directory, also while others delete there."""
+    found = 0
+    for path in entries_below(root):
+        with contextlib.suppress(FileNotFoundError):
+            found += path.stat().st_size
+    return found
+
+
 class DirectoryTest(unittest.TestCase):
     """A test with a directory of its own."""
 
@@ -132,12 +158,12 @@ class DirectoryTest(unittest.TestCase):
 
     def files(self, pattern: str = "*.safetensors") -> list[Path]:
         """The files below the directory, in order of name, without those in quarantine."""
-        found = sorted(self.root.rglob(pattern))
+        found = (path for path in walked(self.root) if path.match(pattern))
         return [path for path in found if "quarantine" not in path.parts]
 
     def snapshot(self) -> dict[str, bytes]:
         """Every file below the directory with its bytes, but for what is noted of requests."""
-        found = (path for path in self.root.rglob("*") if NOTES.isdisjoint(path.parts))
+        found = (path for path in walked(self.root) if NOTES.isdisjoint(path.parts))
         paths = (path for path in found if path.is_file())
         return {str(path.relative_to(self.root)): path.read_bytes() for path in paths}
 

@@ -17,6 +17,7 @@ from typing import Any, Final
 
 from e2e.damage import blank, flip, truncate
 from faces import Library
+from helpers import entries_below
 from scorecard.attacks import PLANTS
 
 _CLONE_NEWNS: Final = 0x00020000  # linux/sched.h
@@ -343,7 +344,7 @@ def immovable(place: Place) -> Iterator[str | None]:
 
 def _each_file(harm: Callable[[Path], object]) -> Callable[[Place], None]:
     def harmed(place: Place) -> None:
-        for path in place.root.rglob("*.safetensors"):
+        for path in entries_below(place.root):
             with contextlib.suppress(FileNotFoundError):  # put aside by now
                 harm(path)
 
@@ -518,7 +519,7 @@ def _planted(name: str) -> Callable[[Place], None]:
 
 def _swapped(place: Place) -> None:
     """Sound files, each under the next one's name."""
-    paths = sorted(place.root.rglob("*.safetensors"))
+    paths = entries_below(place.root)
     content = [path.read_bytes() for path in paths]
     for path, other in zip(paths, [*content[1:], *content[:1]], strict=True):
         path.write_bytes(other)

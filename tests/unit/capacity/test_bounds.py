@@ -16,7 +16,7 @@ from unittest import mock
 import pytest
 from hypothesis import strategies as st
 
-from helpers import DirectoryTest, native_code
+from helpers import DirectoryTest, entries_below, native_code, occupied
 from properties import given, settings
 from replay import NBYTES, Cache
 from vua.capacity import limits as bounds_module
@@ -202,9 +202,6 @@ class TestLease(DirectoryTest):
 class TestCapacity(DirectoryTest):
     """A cache with bounds."""
 
-    def occupied(self) -> int:
-        return sum(path.stat().st_size for path in self.root.rglob("*.safetensors"))
-
     def test_longer_than_the_limit(self) -> None:
         """Of a prompt that does not fit the front is kept."""
         cache = Cache(self.root, 10)
@@ -223,7 +220,7 @@ class TestCapacity(DirectoryTest):
         with mock.patch("os.statvfs", return_value=os.statvfs_result(fields)):
             again = Cache(self.root)
             self.assertTrue(again.request([99]) == 0)
-        self.assertLessEqual(self.occupied(), 16 * NBYTES)
+        self.assertLessEqual(occupied(self.root), 16 * NBYTES)
 
     def test_free_space_comes_back(self) -> None:
         """When others make room, nothing is evicted: the disk is asked before that."""
@@ -322,7 +319,7 @@ class TestCapacity(DirectoryTest):
         cache = Cache(self.root, capacity)
         for prompt in prompts:
             cache.request(prompt)
-            there = {path.parent.name for path in self.root.rglob("*.safetensors")}
+            there = {path.parent.name for path in entries_below(self.root)}
             self.assertLessEqual(len(there), capacity)
             for asked in prompts:
                 present = [name in there for name in names_of(asked)]
@@ -350,4 +347,4 @@ class TestCapacity(DirectoryTest):
             for number in range(20):
                 cache.request([number])
         self.assertEqual(1, len(logs.records))
-        self.assertLessEqual(self.occupied(), 5 * NBYTES)
+        self.assertLessEqual(occupied(self.root), 5 * NBYTES)

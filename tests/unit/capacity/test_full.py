@@ -51,9 +51,6 @@ class FullTest(DirectoryTest):
         self.addCleanup(vua.close)
         return vua
 
-    def files(self) -> list[Path]:
-        return sorted(self.root.rglob("*.safetensors"))
-
     def filled(self, prompts: int = 4) -> None:
         with self.open() as vua:
             for prompt in range(prompts):

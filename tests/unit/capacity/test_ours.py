@@ -20,7 +20,7 @@ import torch
 
 import foreign
 from commands import collect, run, run_json
-from helpers import DirectoryTest, caches_of
+from helpers import DirectoryTest, caches_of, entries_below
 from vua.capacity.limits import Limits, ResolvedLimits, write_bounds
 from vua.capacity.spaces import spaces
 from vua.capacity.usage import measure
@@ -87,7 +87,7 @@ class TestForeign(DirectoryTest):
                 fill(root)
                 (space,) = (path for path in root.iterdir() if len(path.name) == 64)
                 chunk = next(path for path in space.glob("*/*") if len(path.name) == 64)
-                files = [*space.rglob("*.safetensors")]
+                files = entries_below(space)
                 for where in (root / "theirs", space / "theirs", chunk / "theirs"):
                     foreign.make(kind, where)
                 planted = {where: foreign.digest(where) for where in

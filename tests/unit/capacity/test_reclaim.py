@@ -18,7 +18,7 @@ from unittest import mock
 
 import pytest
 
-from helpers import SOON_S, TESTS, DirectoryTest, until
+from helpers import SOON_S, TESTS, DirectoryTest, occupied, until
 from replay import LAYOUT, NBYTES, Cache
 from vua.capacity import evictor, usage
 from vua.capacity.evictor import Evictor
@@ -43,9 +43,6 @@ class Answer(threading.Event):
 
 class TestReclaim(DirectoryTest):
     """A cache of small new files beside large old ones, which have no bytes but a size."""
-
-    def occupied(self) -> int:
-        return sum(path.stat().st_size for path in self.root.rglob("*.safetensors"))
 
     def fill(self, chunks: int, most: int) -> Cache:
         """A cache with room for ``most`` large chunks and so many of them stored a day ago."""
@@ -132,12 +129,12 @@ class TestReclaim(DirectoryTest):
                 began = time.monotonic()
                 self.assertFalse(self.save(cache, 1001))
                 self.assertLess(time.monotonic() - began, SOON_S)
-            self.assertEqual(100 * LARGE, self.occupied())
+            self.assertEqual(100 * LARGE, occupied(self.root))
             answer.set()
             slow.join()
             until(lambda: self.save(cache, 1002))
         self.assertIn("slow", logs.output[0])
-        self.assertLessEqual(self.occupied(), 100 * LARGE)
+        self.assertLessEqual(occupied(self.root), 100 * LARGE)
         self.assertGreaterEqual(cache.capacity.counts["chunks_refused"], 2)
 
     def test_stopped(self) -> None:
@@ -238,7 +235,7 @@ class TestReclaim(DirectoryTest):
             written = list(pool.map(save, range(4)))
         self.wait_for_end()
         self.assertGreaterEqual(min(written), 18, written)
-        self.assertLessEqual(self.occupied(), 28 * NBYTES)
+        self.assertLessEqual(occupied(self.root), 28 * NBYTES)
 
     @pytest.mark.thorough
     def test_lower_limit(self) -> None:
@@ -257,7 +254,7 @@ class TestReclaim(DirectoryTest):
         with mock.patch.object(Evictor, "evict", evict), ThreadPoolExecutor(4) as pool:
             list(pool.map(lambda at: self.save(caches[at], 1000 + at), range(4)))
         self.wait_for_end()
-        self.assertGreater(self.occupied(), 85 * NBYTES)
+        self.assertGreater(occupied(self.root), 85 * NBYTES)
 
     def test_ahead(self) -> None:
         """What is old goes before the limit is reached."""
@@ -268,7 +265,7 @@ class TestReclaim(DirectoryTest):
         until(lambda: cache.capacity.counts["chunks_evicted"])  # closing would end the thread
         cache.capacity.close()
         self.assertEqual(1, cache.capacity.counts["chunks_evicted"])
-        self.assertEqual((99 * LARGE - 20 * NBYTES), self.occupied())
+        self.assertEqual((99 * LARGE - 20 * NBYTES), occupied(self.root))
 
     def test_without_its_prefix(self) -> None:
         """A chunk that was stored without its parent, and what follows it, displace nothing."""

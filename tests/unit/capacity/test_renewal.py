@@ -13,7 +13,7 @@ import torch
 
 from buckets import memory_url, seaweedfs, speaking_to
 from commands import run
-from helpers import DirectoryTest, caches_of, namespace_of
+from helpers import DirectoryTest, caches_of, entries_below, namespace_of
 from vua.core import VUA, VUAConfig
 from vua.errors import StorageError
 from vua.storage.bucket import Bucket
@@ -129,7 +129,7 @@ class FleetTest(DirectoryTest):
     def age(self, days: float) -> None:
         """Let the objects be as old as this."""
         at_s = time.time() - days * DAY_S
-        for path in Path(self.root).rglob("*.safetensors"):
+        for path in entries_below(Path(self.root)):
             os.utime(path, (at_s, at_s))
 
     def test_young(self) -> None:
