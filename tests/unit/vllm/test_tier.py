@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import ctypes
 import errno
+import itertools
 import shutil
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -63,6 +64,12 @@ def config(engine_id: str, *, events: bool = False) -> OffloadingConfig:
 
 def weights(name: str) -> Weights:
     return Weights(name, (), 0, 0, 0.0, 0.0)
+
+
+def late_after(began: threading.Event) -> Callable[[], float]:
+    """A pool's clock: from an event on each look at it comes long after the one before."""
+    jumps = itertools.count(1)
+    return lambda: time.monotonic() + 2 * SOON_S * (next(jumps) if began.is_set() else 0)
 
 
 class Host:
@@ -420,11 +427,12 @@ class TierTest(DirectoryTest):
         host, goes_on, read = self.host(), threading.Event(), LocalStorage.read
         context, _ = host.request("prompt")
         self.assertEqual([True] * 8, host.find(context, keys))
-        ended = threading.Event()
+        began, ended = threading.Event(), threading.Event()
 
         def hangs(storage: LocalStorage, batch: Batch) -> ReadResult:
             if batch.transfer.memory.cached:
                 return ReadResult(0, BlockingIOError(errno.EAGAIN, "not in the page cache"))
+            began.set()
             goes_on.wait(SOON_S)
             try:
                 return read(storage, batch)
@@ -433,8 +441,7 @@ class TierTest(DirectoryTest):
 
         with (
             mock.patch.object(LocalStorage, "read", hangs),
-            # race: the reads of this request alone are late
-            mock.patch.object(host.tier._loads, "_timeout_s", 0.1),
+            mock.patch.object(host.tier._loads, "_clock", late_after(began)),
         ):
             self.assertEqual([], host.load(context, keys))
             self.assertEqual([False] * 8, host.find(context, keys))
@@ -449,15 +456,16 @@ class TierTest(DirectoryTest):
         """VLLM gets its rows back, and what it puts there next is not what is stored."""
         host, goes_on, write = self.host(), threading.Event(), LocalStorage.write
         context, keys = host.request("prompt")
+        began = threading.Event()
 
         def hangs(*arguments: Any) -> Any:
+            began.set()
             goes_on.wait(SOON_S)
             return write(*arguments)
 
         with (
             mock.patch.object(LocalStorage, "write", hangs),
-            # race: the writes of this request alone are late
-            mock.patch.object(host.tier._saves, "_timeout_s", 0.1),
+            mock.patch.object(host.tier._saves, "_clock", late_after(began)),
         ):
             self.assertFalse(host.store(context, keys).success)
             host.memory[:] = 0xA5
