@@ -132,7 +132,7 @@ def options() -> list[dict[str, Any]]:
     return [
         {"vua": many},
         {"vua": {text: True, "stores": deep}},
-        {"vua": wrong | {"ttl_s": many, "wait_s": [deep] * (OPTIONS_NBYTES // 8)}},
+        {"vua": wrong | {"retain_s": many, "wait_s": [deep] * (OPTIONS_NBYTES // 8)}},
         {"vua": text},
         {"other": many, "vua": {"store": True}},
     ]

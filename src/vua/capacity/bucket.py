@@ -40,8 +40,7 @@ class BucketCapacity:
     """As :class:`vua.capacity.reclaim.Capacity` for a directory. Thread-safe.
 
     Bounds nothing, and renews objects while they are used. Pins are the same marks as in a
-    directory. Per-chunk times to live, and pins that an engine's request asks for, are not
-    supported here: logged once.
+    directory. Pins that an engine's request asks for are not supported here: logged once.
     """
 
     batch_bytes = 1 << 40
@@ -68,13 +67,10 @@ class BucketCapacity:
         self,
         keys: Sequence[ChunkKey],
         nbytes: int,
-        ttl_s: float | None = None,
         *,
         prompt: tuple[int, int] = (0, 0),
     ) -> Unlimited:
         del keys, nbytes, prompt
-        if ttl_s is not None:
-            self._warn_of_ttls()
         return Unlimited()
 
     def used(self, keys: Keys, chunks: int, *, wait: bool = False, storing: bool = False) -> None:
@@ -125,15 +121,8 @@ class BucketCapacity:
             return 0
         return max(pins, default=-1) + 1
 
-    def raise_ttls(self, chunk: str, ttl_s: float) -> None:
-        del chunk, ttl_s
-        self._warn_of_ttls()
-
     def on_evicted(self, tell: Callable[[str], None]) -> None:
         """Do nothing: nothing is evicted here."""
-
-    def _warn_of_ttls(self) -> None:
-        self._warn("ttl", "times to live of single chunks are not kept in a bucket; `vua ttl` is")
 
     def _warn(self, kind: str, text: str) -> None:
         if kind not in self._warned:

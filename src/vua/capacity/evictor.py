@@ -34,9 +34,8 @@ from typing import Final, NamedTuple, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from vua.capacity import marks
 from vua.capacity.listing import ancestors
-from vua.capacity.lru import FUTURE_NS, LRU, RETAINED_RANK, Rank, is_unchanged, mtime_ns_of
+from vua.capacity.lru import FUTURE_NS, LRU, RETAINED_RANK, Rank, is_unchanged
 from vua.capacity.marks import is_unsent
 from vua.capacity.removal import (
     NOTHING,
@@ -68,8 +67,8 @@ AT_ONCE: Final = 1 << 16
 SHARED: Final = 1 << 14
 """With fewer chunks each process looks for itself: that is as fast as reading a shared list."""
 _ANY_TIME_NS: Final = 1 << 62
-"""Later than any time: then only the mtime tells whether a chunk changed. For chunks whose own time
-to live is over, and where the clock was set back."""
+"""Later than any time: then only the mtime tells whether a chunk changed. For where the clock was
+set back."""
 _PASSES_SHARE: Final = 1 / 20
 """Share of the time that sweeps may take: ranks change, but their results are used that long."""
 PINNED_SHARE: Final = 0.5
@@ -298,37 +297,6 @@ def _read(
         seen += len(read[-1][0])
     names = ChunkNames.joined([one[0] for one in read])
     return names, np.concatenate([one[1] for one in read])
-
-
-def expired(
-    found: Sequence[Space], now_ns: int, latest_ns: int | None = None, *, tidies: bool = True
-) -> tuple[list[Candidate], list[Candidate]]:
-    """Find the chunks whose own time to live is over, descendants first.
-
-    Takes some 20 us for each chunk that has one.
-
-    Args:
-        found: namespaces.
-        now_ns: the server's time, as :func:`vua.capacity.upkeep.server_now_ns` gives it.
-        latest_ns: mtimes after this are from the future; none by default.
-        tidies: whether to remove files of chunks that are gone.
-
-    Returns those, and such chunks with mtimes from the future, in order too.
-    """
-    over, ahead = [], []
-    for space in found:
-        for chunk in list(marks.chunks_with_ttls(space)):
-            mtime_ns, ttl_s = mtime_ns_of(space.fd, chunk), marks.ttl_s_of(space, chunk)
-            if ttl_s is None:
-                continue  # unreadable, and perhaps foreign
-            if mtime_ns is None:
-                if tidies:
-                    marks.remove_ttl(space, chunk)
-            elif latest_ns is not None and mtime_ns > latest_ns:
-                ahead.append(Candidate(mtime_ns, mtime_ns, space.name, chunk))
-            elif mtime_ns + ttl_s * 10**9 < now_ns:
-                over.append(Candidate(mtime_ns, mtime_ns, space.name, chunk))
-    return sorted(over), sorted(ahead)
 
 
 # -- eviction ------------------------------------------------------------------------------------
@@ -566,51 +534,46 @@ class Evictor:
     def expire(
         self,
         now_ns: int,
-        expired_ns: int = 0,
+        expired_ns: int,
         pulse: Callable[[DeletionTotals], None] = lambda freed: None,  # noqa: ARG005
     ) -> DeletionTotals:
-        """Delete chunks whose own time to live is over (:mod:`vua.capacity.marks`), but for pins.
+        """Delete chunks with mtimes before ``expired_ns``, but for pins.
 
-        So do those of both kinds that were used in the future, as if the clock was set back.
+        So do those that were used in the future, as if the clock was set back.
 
         Args:
             now_ns: as for :meth:`evict`.
-            expired_ns: delete also all chunks with mtimes before this; 0: none.
+            expired_ns: by the server's clock.
             pulse: as for :meth:`evict`.
 
         Raises OSError where the directory cannot be listed or written to.
         """
         freed, latest_ns = NOTHING, now_ns + FUTURE_NS
+        over = list[Candidate]()
 
-        def expire(over: Sequence[Candidate], seen_ns: int) -> None:
+        def expire() -> None:
             nonlocal freed
-            for victim in over:
+            for victim in sorted(over):
                 space = by_name[victim.space]
-                if (victim.space, victim.chunk) in self.immovable:
-                    continue
                 if self.spares_unsent and is_unsent(space, victim.chunk):
                     continue
-                seen_ns = _ANY_TIME_NS if victim.mtime_ns > latest_ns else seen_ns
+                seen_ns = _ANY_TIME_NS if victim.mtime_ns > latest_ns else now_ns
                 freed += self._evict(victim, by_name, seen_ns, None)
                 if freed.chunks % _PULSE_CHUNKS == 0:
                     pulse(freed)
+            over.clear()
 
         with spaces(self._root) as found:
-            mine = ours(found)
-            by_name = {space.name: space for space in mine}
-            own, ahead = expired(mine, now_ns, latest_ns, tidies=self._is_real)
-            expire([*ahead, *own], _ANY_TIME_NS)
-            over = list[Candidate]()
-            for space, fan in [(one, fan) for one in mine for fan in one.fans() if expired_ns]:
+            by_name = {space.name: space for space in ours(found)}
+            for space, fan in [(one, fan) for one in by_name.values() for fan in one.fans()]:
                 names, mtimes_ns = space.columns(fan)
                 some = np.flatnonzero((mtimes_ns < expired_ns) | (mtimes_ns > latest_ns))
                 for mtime_ns, name in zip(mtimes_ns[some].tolist(), names[some], strict=True):
                     over.append(Candidate(mtime_ns, mtime_ns, space.name, name))
                 if len(over) >= _VICTIMS:  # some go before those that follow them: these go, too
-                    expire(sorted(over), now_ns)
-                    over.clear()
+                    expire()
                 pulse(freed)
-            expire(sorted(over), now_ns)
+            expire()
         return freed
 
     def _evict(

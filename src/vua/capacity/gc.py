@@ -13,7 +13,6 @@ from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Final
 
-from vua.capacity import marks
 from vua.capacity.evictor import PINNED_SHARE, Evictor
 from vua.capacity.limits import Limits, ResolvedLimits
 from vua.capacity.listing import Listing
@@ -116,8 +115,8 @@ def evict(
                 f"{counted(freed.chunks, 'chunk')} evicted", freed.nbytes, need, amount=freed.nbytes
             )
 
-        expired_ns = 0 if limits.ttl_s is None else now_ns - int(limits.ttl_s * 1e9)
-        done.expired = evictor.expire(now_ns, expired_ns, pulse)
+        if limits.ttl_s is not None:
+            done.expired = evictor.expire(now_ns, now_ns - int(limits.ttl_s * 1e9), pulse)
         gone = done.lost_keys + done.orphans + done.over_quota + done.expired
         need = _measure(root, limits, done) - (gone.nbytes if remover.rehearse else 0)
         if need > 0:
@@ -134,8 +133,6 @@ def evict(
         if not remover.rehearse and done.pinned_nbytes is not None:  # a pass that was not quick
             _take_census(root, directory)
     with spaces(root) as found, _opened(root) as above:
-        if not remover.rehearse:
-            marks.remove_empty_ttl_folders(found)
         names = [one.name for one in found if not is_unknown(one.fd, one.name)]
         done.emptied = sum(remover.namespace(above, name) for name in names)
     _judge(limits, done, pins_most)

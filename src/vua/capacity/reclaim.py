@@ -44,7 +44,7 @@ from vua.capacity.lru import (
 )
 from vua.capacity.removal import NOTHING, DeletionTotals, drop_empty_fans
 from vua.capacity.reservation import Pending
-from vua.capacity.spaces import Space, spaces
+from vua.capacity.spaces import Space
 from vua.capacity.upkeep import Lease, lease, next_tick_ns, upkeep_directory
 from vua.capacity.usage import BURST_FILES, UsageEstimate
 from vua.errors import ConfigError, StorageFullError
@@ -69,7 +69,7 @@ _AHEAD_AGE_NS: Final = 10**9
 """Eviction ahead of need takes only chunks at least 1 s older than those being written. So a prompt
 never evicts its own prefix."""
 _TTL_INTERVAL_S: Final = 60.0
-"""How often chunks are looked for whose own time to live (:mod:`vua.capacity.marks`) is over."""
+"""How often, at least, chunks are looked for whose time to live is over."""
 _EXPIRY_CHUNK_S: Final = 40e-6
 """Between two such searches at least so long for each chunk: 20 times what one takes."""
 _COSTLY_S: Final = 0.25
@@ -208,7 +208,6 @@ class Capacity:
         self,
         keys: Sequence[ChunkKey],
         nbytes: int,
-        ttl_s: float | None = None,
         *,
         prompt: tuple[int, int] = (0, 0),
     ) -> Reservation:
@@ -220,10 +219,9 @@ class Capacity:
         Args:
             keys: the chunks, in order.
             nbytes: size of each one's file.
-            ttl_s: they may be deleted when unused for so long, see :mod:`vua.capacity.marks`.
             prompt: tokens of their prompt, as far as known, and the bytes that all of it takes.
         """
-        return Reservation(self, keys, nbytes, ttl_s, prompt)
+        return Reservation(self, keys, nbytes, prompt)
 
     def grant(self, nbytes: int, before_ns: int | None = None, files: int = 1) -> bool:
         """Reserve space for files; False: no space, do not write them.
@@ -418,10 +416,6 @@ class Capacity:
         """Undo :meth:`pin_prefix` of these chunks and their prefixes; return the number."""
         return marks.unpin_prefix(self.space, chunks)
 
-    def raise_ttls(self, chunk: str, ttl_s: float) -> None:
-        """Raise the times to live of a chunk and its prefix; never raises for the storage."""
-        marks.raise_ttls(self.space, chunk, ttl_s)
-
     # -- arithmetic, for who holds the lock ---------------------------------------------------
 
     def _note_move(self) -> None:
@@ -558,27 +552,20 @@ class Capacity:
         limits, now_s = self._estimate.limits, time.monotonic()
         if limits is None or now_s < self._expire_from_s:
             return
-        ttl_s = limits.ttl_s
-        pause_s = _TTL_INTERVAL_S if ttl_s is None else min(max(1.0, ttl_s / 8), _TTL_INTERVAL_S)
+        ttl_s = _TTL_INTERVAL_S if limits.ttl_s is None else limits.ttl_s
+        pause_s = min(max(1.0, ttl_s / 8), _TTL_INTERVAL_S)
         pause_s = max(pause_s, self._estimate.chunks * _EXPIRY_CHUNK_S)
         self._expire_from_s = now_s + pause_s
 
         def expire(directory: int, now_ns: int, count: _Count) -> DeletionTotals:
-            before_ns = 0 if ttl_s is None else now_ns - int(ttl_s * 1e9)
+            before_ns = now_ns - int(ttl_s * 1e9)
             with lease(directory, "expiry", stays_s=pause_s) as held:
                 if held is None:
                     return NOTHING
                 return self._evictor.expire(now_ns, before_ns, partial(self._pulse, held, count))
 
-        if ttl_s is not None or self._has_own_ttls():
+        if limits.ttl_s is not None:
             self._delete(expire)
-
-    def _has_own_ttls(self) -> bool:
-        try:
-            with spaces(self._root) as found:
-                return self._may_delete() and marks.remove_empty_ttl_folders(found)
-        except OSError:
-            return False
 
     def _may_delete(self) -> bool:
         """Whether the directory has the mark, without which nothing in it is deleted."""
@@ -697,11 +684,9 @@ class Reservation:
         capacity: Capacity,
         keys: Sequence[ChunkKey],
         nbytes: int,
-        ttl_s: float | None,
         prompt: tuple[int, int],
     ) -> None:
-        self._capacity, self._keys, self._ttl_s = capacity, keys, ttl_s
-        self._prompt = prompt
+        self._capacity, self._keys, self._prompt = capacity, keys, prompt
         self._fd = capacity.storage.fileno()
         self._nbytes = nbytes
         self._reserved_bytes = 0
@@ -743,17 +728,14 @@ class Reservation:
         self._capacity.relieve_full_disk(max(1, self._reserved_bytes), self._before_ns)
 
     def commit(self, statuses: Sequence[int]) -> None:
-        """Note each chunk's status: those WRITTEN get their mtimes and their time to live.
+        """Note each chunk's status: those WRITTEN get their mtimes.
 
         A crash, or another process's look, before this finds new chunks newer than their parents.
         """
-        found, space = zip(self._keys, statuses, strict=False), self._capacity.space
+        found = zip(self._keys, statuses, strict=False)
         written = [key for key, status in found if status == WRITTEN]
         self._settle(self._nbytes * len(written))
         self._set_mtimes(written)
-        if self._ttl_s is not None or marks.has_ttls(space):
-            for key in written:
-                marks.settle_ttl(space, key.name, key.before.hex(), self._ttl_s)
 
     def _settle(self, written_bytes: int) -> None:
         reserved, self._reserved_bytes = self._reserved_bytes, 0

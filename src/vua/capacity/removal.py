@@ -18,7 +18,6 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final, NamedTuple
 
-from vua.capacity import marks
 from vua.capacity.lru import got_child, mtime_ns_of
 from vua.capacity.spaces import (
     GRACE_S,
@@ -46,7 +45,6 @@ from vua.storage.names import (
     QUARANTINE,
     QUARANTINED,
     SUFFIX,
-    TTL_FOLDER,
     chunk_file_kind,
     chunk_path,
     is_temporary,
@@ -129,10 +127,7 @@ def evict_chunk(
     if held and not pinned:
         return None
     if foreign:
-        nbytes = strip_chunk(space.fd, path)
-        if nbytes:
-            marks.remove_ttl(space, chunk)
-        return nbytes or None
+        return strip_chunk(space.fd, path) or None
     try:
         os.rename(path, trash, src_dir_fd=space.fd, dst_dir_fd=space.fd)
     except (FileNotFoundError, NotADirectoryError):
@@ -158,7 +153,6 @@ def delete_aside(
             with contextlib.suppress(OSError):
                 os.rename(trash, path, src_dir_fd=space.fd, dst_dir_fd=space.fd)
                 return None
-        marks.remove_ttl(space, chunk)
         nbytes = 0 if fd is None else sum(delete_file(fd, name) for name in names)
     if not _remove(space.fd, trash) and _holds_entries(space, trash):
         with contextlib.suppress(OSError):
@@ -185,7 +179,7 @@ def _remember(names: Iterable[str]) -> None:
 
 def ordinary_chunk() -> OrdinaryChunk:
     """Return which chunks `vua.native.entries.delete_chunks` may delete, as `evict_chunk` does."""
-    return OrdinaryChunk(_known[0], f"{TRASH}{secrets.token_hex(6)}", f"{TTL_FOLDER}/")
+    return OrdinaryChunk(_known[0], f"{TRASH}{secrets.token_hex(6)}")
 
 
 def _delete_in_place(
@@ -200,7 +194,6 @@ def _delete_in_place(
     if _holds_entries(space, path):
         why = problem.strerror or "it cannot be moved"
         raise ImmovableError(problem.errno, why, _where(space, chunk)) from problem
-    marks.remove_ttl(space, chunk)
     return nbytes
 
 
@@ -391,8 +384,6 @@ def _delete_part(fd: int, name: str) -> int:
         with listed(fd, name) as entries:
             chunks = [one.name for one in entries if is_chunk(one, name)]
         nbytes = sum(delete_chunk(fd, f"{name}/{chunk}") for chunk in chunks)
-    elif name == TTL_FOLDER:
-        nbytes = _delete_all(fd, name, re.compile(r"[0-9a-f]{64}"))
     elif name == PARENTS:
         nbytes = _delete_all(fd, name, NOTED)
     elif name == QUARANTINE:
@@ -435,7 +426,7 @@ def drop_empty(parent: int, name: str, before_ns: int, now_ns: int) -> bool:
         folders = []
         with os.scandir(fd) as entries:
             for one in entries:
-                empty = is_fan(one.name) or one.name in (TTL_FOLDER, PARENTS, QUARANTINE)
+                empty = is_fan(one.name) or one.name in (PARENTS, QUARANTINE)
                 if one.name != DESCRIPTION and not (empty and one.is_dir(follow_symlinks=False)):
                     return False
                 folders += [one.name] if empty else []

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Final, Protocol, TypeAlias, TypeVar
 
 from vua.io.posix import close_quietly
 from vua.storage.description import DESCRIPTION, is_described, is_namespace_name, is_unknown
-from vua.storage.names import PARENTS, QUARANTINE, TTL_FOLDER, chunk_file_kind
+from vua.storage.names import PARENTS, QUARANTINE, chunk_file_kind
 
 if TYPE_CHECKING:
     import numpy as np
@@ -317,7 +317,7 @@ def _is_all_ours(parent: int, name: str, *, namespace: bool) -> bool:
     with listed(parent, name) as entries:
         if not namespace:
             return all(is_chunk_file(one) for one in entries)
-        folders = (TTL_FOLDER, PARENTS, QUARANTINE)
+        folders = (PARENTS, QUARANTINE)
         return all(
             (is_fan(one.name) or one.name in folders or is_trash(one.name))
             if one.is_dir(follow_symlinks=False)

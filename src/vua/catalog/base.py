@@ -286,7 +286,7 @@ class NamespaceCatalog(ABC):
 
     @property
     def beside(self) -> list[Item]:
-        """VUA's other files: marks without a chunk, times to live, damaged and copied files."""
+        """VUA's other files: marks without a chunk, damaged and copied files."""
         self._chunks = self.chunks
         return self._beside
 
@@ -445,8 +445,6 @@ class Catalog(ABC):
 
     look_s: float | None = None
     """Least seconds between two looks, if a look costs money."""
-    keeps_own_ttls = False
-    """Whether per-chunk times to live are applied."""
 
     root: Location
 
@@ -495,10 +493,6 @@ class Catalog(ABC):
     def free_nbytes(self) -> int | None:
         """Return the free bytes of the disk; None if only money limits the space."""
         return None
-
-    def own_ttls(self) -> int:
-        """Return how many chunks have their own time to live."""
-        return 0
 
     def stored_nbytes(self, found: Sequence[Any]) -> int:
         """Return how many bytes are stored, about."""

@@ -24,7 +24,6 @@ from vua.storage.names import (
     SENT,
     SUFFIX,
     TEMPORARY,
-    TTL_FOLDER,
     chunk_path,
 )
 from vua.storage.names import Kind as NamedKind
@@ -180,9 +179,7 @@ def walk(space: Space, fan: str) -> Iterator[Item]:
             yield from _file(item, "", "stray")
 
 
-_FOLDERS: Final[dict[str, Kind]] = {
-    QUARANTINE: "quarantined", PARENTS: "parents", TTL_FOLDER: "ttl"
-}  # fmt: skip
+_FOLDERS: Final[dict[str, Kind]] = {QUARANTINE: "quarantined", PARENTS: "parents"}
 
 
 def _all(

@@ -237,8 +237,6 @@ class DirectoryNamespace(NamespaceCatalog):
 class DirectoryCatalog(Catalog):
     """A cache in a directory."""
 
-    keeps_own_ttls = True
-
     root: Path
     _remover: Remover | None = None
 
@@ -286,12 +284,6 @@ class DirectoryCatalog(Catalog):
     def free_nbytes(self) -> int:
         status = os.statvfs(self.root)
         return status.f_bavail * status.f_frsize
-
-    def own_ttls(self) -> int:
-        from vua.capacity.marks import count_ttls
-
-        with spaces(self.root) as found:
-            return count_ttls(found)
 
     def stored_nbytes(self, found: Sequence[DirectoryNamespace]) -> int:
         from vua.capacity.usage import measure

@@ -58,7 +58,6 @@ from vua.storage.names import (
     PARENTS,
     QUARANTINE,
     SUFFIX,
-    TTL_FOLDER,
     entry_at,
     is_renewing,
     kind_at,
@@ -463,7 +462,7 @@ def _is_clean(bucket_path: BucketPath) -> bool:
     """Whether a namespace's top level holds only VUA's objects. Raises StorageError."""
     folders, objects = bucket_path.bucket.folders(bucket_path.key)
     names = [one.removeprefix(f"{bucket_path.key}/") for one in folders]
-    known = (TTL_FOLDER, PARENTS, QUARANTINE)
+    known = (PARENTS, QUARANTINE)
     return all(name in known or is_fan(name) for name in names) and not any(
         kind_at(one.key.removeprefix(f"{bucket_path.key}/")) == "stray" for one in objects
     )

@@ -36,6 +36,7 @@ from vua.cli.output import (
 from vua.errors import ConfigError, explaining
 from vua.io.words import about, counted, size
 from vua.security.settings import Security
+from vua.storage.location import is_url
 
 _LEFT: Final = ("within", "chunks", "nbytes", "exact", "free_nbytes")
 _COUNTED: Final = ("exact", "counted_s", "pinned", "quarantine", "leftovers")
@@ -350,16 +351,13 @@ def ttl(directory: str, seconds: float | None = None, *, off: bool = False) -> R
     if off or seconds is not None:
         catalog.claim()
         catalog.keep({"ttl_s": None if off else Limits(ttl_s=seconds).ttl_s})
-    now, own = catalog.bounds().ttl_s, catalog.own_ttls()
-    text = "no time to live"
+    now, text = catalog.bounds().ttl_s, "no time to live"
     if now is not None:
         text = f"unused chunks are deleted after {now / 86_400:.6g} days"
-    if catalog.keeps_own_ttls:
-        text += f"; with a time to live of their own: {counted(own, 'chunk')}"
-    else:
+    if is_url(directory):
         text += ", by `vua gc` and the bucket's lifecycle rule"
     text = f"{plain(directory)}: {text}"
-    return Report(text, directory=directory, ttl_s=now, chunks_with_their_own=own)
+    return Report(text, directory=directory, ttl_s=now)
 
 
 # -- pin ------------------------------------------------------------------------------------------

@@ -30,7 +30,7 @@ from vua.connector.extras import Adapter, Media
 from vua.connector.load_policy import Replies
 from vua.connector.log import WarnOnce, logger
 from vua.connector.proved import KnownWriters, kind_of
-from vua.connector.request import RequestOptions, SaveHints
+from vua.connector.request import RequestOptions
 from vua.errors import VUAError
 from vua.format.keys import KeyChain, Keys, token_ids
 from vua.format.layout import longest_prefix
@@ -200,8 +200,8 @@ class Lookup:
         if options.max_load_tokens is not None:
             self.most_tokens = min(self.most_tokens, options.max_load_tokens + 1)
         self.options = options
-        self.hints = options.hints if options.store and options.hints != SaveHints() else None
-        """For chunks that are already stored; workers apply them to new ones."""
+        self.pins = options.pin and options.store
+        """Whether chunks that are already stored are pinned; workers pin new ones."""
         self.token_ids: Sequence[int] | None = request.prompt_token_ids
         self.media = media.look_at(request.mm_features)
         self.asked_s = asked_s
@@ -414,8 +414,8 @@ class Lookups:
         self._namespace.stores[0].used(keys, found.stored)  # as are all groups' files
         if self._events is not None:
             self._events.announce_found(request, keys, found.stored)
-        if found.stored and lookup.hints is not None:
-            self._keep(keys[found.stored - 1].name, lookup.hints)
+        if found.stored and lookup.pins:
+            self._namespace.capacity.pin(keys[found.stored - 1].name)
         if found.stored and lookup.options.prefetch:
             self._prefetch(keys, found.stored)
         log.debug(
@@ -443,13 +443,6 @@ class Lookups:
         for prefix_hash, writer in refused.items():
             for writers in self._writers:
                 writers.learn(prefix_hash, writer)
-
-    def _keep(self, last: str, hints: SaveHints) -> None:
-        capacity = self._namespace.capacity
-        if hints.pin:
-            capacity.pin(last)
-        if hints.ttl_s is not None:
-            capacity.raise_ttls(last, hints.ttl_s)
 
 
 def _keys_of(

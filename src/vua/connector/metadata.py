@@ -13,7 +13,6 @@ from operator import add
 from typing import Any, Final
 
 from vua.connector.extras import Adapter, AdapterNote, together
-from vua.connector.request import SaveHints
 from vua.format.identity import Identity
 from vua.format.keys import ChunkKey
 
@@ -54,7 +53,8 @@ class SaveOrder:
     block_ids: list[list[int]]
     parts: list[tuple[int, Sequence[ChunkKey]]]
     """Per group of layers (its index in `Model.groups`): the chunks."""
-    hints: SaveHints = field(default_factory=SaveHints)
+    pin: bool = False
+    """Whether the chunks should stay even if unused."""
     adapter: Adapter | None = None
     request_id: str = ""
     start: int = 0

@@ -1,6 +1,6 @@
 """Wishes about one request's KV cache: a client's options, and an orchestrator's hints.
 
-``{"kv_transfer_params": {"vua": {"store": false, "ttl_s": 3600}}}`` in the body of an OpenAI
+``{"kv_transfer_params": {"vua": {"store": false, "wait_s": 2}}}`` in the body of an OpenAI
 request, or ``SamplingParams(extra_args={"kv_transfer_params": {...}})``. VUA's options are in their
 own object, so that they cannot clash with those of other connectors. A client's options must not be
 able to fail or delay a request, here or in the engine: what cannot be understood is ignored,
@@ -16,7 +16,7 @@ from __future__ import annotations
 import difflib
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, fields
 from typing import Any, Final
 
 from vua.connector.log import WarnOnce, logger
@@ -46,17 +46,6 @@ DEFAULT_RETAIN_S: Final = 600.0
 
 
 @dataclass(frozen=True, slots=True)
-class SaveHints:
-    """How long the stored chunks of a request are worth keeping."""
-
-    ttl_s: float | None = None
-    """Seconds without use after which the chunks may be deleted, if the directory's own time to
-    live does not end before; None: only that one. See :mod:`vua.capacity.marks`."""
-    pin: bool = False
-    """Whether they should stay even if unused; if the operator allows that."""
-
-
-@dataclass(frozen=True, slots=True)
 class RequestOptions:
     """A request's options; the defaults apply if a client sets none."""
 
@@ -69,7 +58,8 @@ class RequestOptions:
     wait_s: float = 0.0
     """How long to wait for chunks that another engine is still writing, see
     examples/disaggregated."""
-    hints: SaveHints = field(default_factory=SaveHints)
+    pin: bool = False
+    """Whether the prompt's chunks should stay even if unused; if the operator allows that."""
     retain_s: float | None = None
     """The prompt's chunks stay for so many seconds from this request's end, as far as the
     operator's budget goes."""
@@ -114,8 +104,7 @@ class OptionReader:
             good["retain_s"] = min(retain_s, MAX_RETAIN_S)
         if not (good or outcomes):
             return _DEFAULT
-        hints = {name: good.pop(name) for name in _HINTS if name in good}
-        return RequestOptions(**good, hints=SaveHints(**hints), outcomes=tuple(outcomes))
+        return RequestOptions(**good, outcomes=tuple(outcomes))
 
     def _of_actions(self, actions: Any, outcomes: list[str]) -> dict[str, Any]:
         """Return what an orchestrator's actions ask for, the longest of several times.
@@ -230,11 +219,10 @@ def _finite(value: Any) -> float:
     return number if math.isfinite(number) else -1.0
 
 
-_HINTS: Final = tuple(each.name for each in fields(SaveHints))
 _KINDS: Final = {
     each.name: str(each.type).partition(" ")[0]
-    for each in (*fields(RequestOptions), *fields(SaveHints))
-    if each.name not in ("hints", "outcomes")
+    for each in fields(RequestOptions)
+    if each.name != "outcomes"
 }
 _WORDS: Final = {
     "bool": "true or false",

@@ -35,7 +35,7 @@ from vua.connector.metadata import (
     WorkerOutput,
 )
 from vua.connector.metrics import Recorder
-from vua.connector.request import RequestOptions, SaveHints
+from vua.connector.request import RequestOptions
 from vua.connector.witness import Witness
 from vua.format.keys import ChunkKey, KeyChain, KeyRun, token_ids
 
@@ -180,7 +180,7 @@ _MAX_ORDERED: Final = 1 << 16
 class _Ordered:
     request: Any
     chain: KeyChain
-    hints: SaveHints
+    pin: bool
     parts: Sequence[tuple[int, Sequence[ChunkKey]]]
     left: int
     ended_s: float = math.inf
@@ -191,7 +191,7 @@ class _Ordered:
         """Whether a request need not order a chunk of these: its lookup could not see it stored."""
         since, own = self.ended_s > state.lookup.asked_s, self.request is state.request
         since &= key.start < self.stored
-        return since and not own and state.options.hints in (SaveHints(), self.hints)
+        return since and not own and (self.pin or not state.options.pin)
 
 
 class _Orders:
@@ -448,7 +448,7 @@ class SaveScheduler:
         order = SaveOrder(
             [list(table) for table in tables],
             parts,
-            state.options.hints,
+            state.options.pin,
             state.adapter,
             request.request_id,
             (reused.start if reused else first) * size,
@@ -456,5 +456,5 @@ class SaveScheduler:
             max(stop, found.prompt_chunks),
         )
         orders.saves.append(order)
-        ordered = _Ordered(request, found.keys, order.hints, parts, self.model.workers)
+        ordered = _Ordered(request, found.keys, order.pin, parts, self.model.workers)
         self._orders.add(self._number, ordered)

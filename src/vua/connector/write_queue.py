@@ -281,7 +281,7 @@ class WriteQueue:
             taken.append(buffer)
         if not taken:
             return []
-        whole = _Save(group, files, keys[: len(taken)], taken, proven, order, order.hints.pin)
+        whole = _Save(group, files, keys[: len(taken)], taken, proven, order, order.pin)
         apart = [at for at in range(1, len(taken)) if taken[at - 1].number + 1 != taken[at].number]
         return [whole.part(*ends) for ends in pairwise((0, *apart, len(taken)))]
 
@@ -392,7 +392,6 @@ class WriteQueue:
             else:
                 memory, name = save.group.save_buffers.memory, save.group.writer
                 with files.saver(memory, name) as saver:
-                    saver.ttl_s = save.order.hints.ttl_s
                     saver.prompt_chunks = save.order.prompt_chunks
                     for statuses in saver.save_each(wanted, save.buffers[0].number):
                         outcomes += outcomes_of(statuses)

@@ -95,7 +95,7 @@ _LIST: Final = (ctypes.c_int, _POINTER, _POINTER, ctypes.c_int64)
 _SIZES: Final = (ctypes.c_int, _POINTER, ctypes.c_int64, _POINTER)
 _DELETE: Final = (
     *(ctypes.c_int, _POINTER, _POINTER, ctypes.c_int64, ctypes.c_int64),
-    *(_TEXT, _TEXT, _TEXT, _POINTER, _POINTER),
+    *(_TEXT, _TEXT, _POINTER, _POINTER),
 )
 _MOVE: Final = (_POINTER, _U64, _U64, ctypes.c_int)
 

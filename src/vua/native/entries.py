@@ -434,8 +434,6 @@ class OrdinaryChunk(NamedTuple):
     """Names of entries, each with a final NUL: its directory holds nothing else."""
     aside: str
     """The path to which it is moved first, without the last four digits."""
-    marks: str
-    """The path of another file that goes with it, without the chunk's name."""
 
 
 _UNTOUCHED, _DELETED, _ASIDE = 0, 1, 3
@@ -484,7 +482,7 @@ def delete_chunks(
     digits, mtimes_ns = np.ascontiguousarray(names.digits), np.ascontiguousarray(mtimes_ns)
     settled = bound.delete(
         *(space, digits.ctypes.data, mtimes_ns.ctypes.data, len(names), seen_ns),
-        *(ordinary.aside.encode(), ordinary.marks.encode(), ordinary.known + b"\0"),
+        *(ordinary.aside.encode(), ordinary.known + b"\0"),
         *(ctypes.byref(freed), done.ctypes.data),
     )
     left = f"{ordinary.aside}{settled:04x}" if done[settled] == _ASIDE else ""

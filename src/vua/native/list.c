@@ -168,8 +168,8 @@ enum { UNTOUCHED, DELETED, GONE, ASIDE, UNUSUAL }; /* what became of a chunk */
 /* Move a chunk's directory aside and delete it, if it holds nothing but entries, has this mtime and
  * did not change from `seen_ns` on; else it is UNUSUAL and stays. GONE: there is none. ASIDE: it
  * was moved, and something is left of it. */
-static uint8_t delete_chunk(int space, const char *chunk, const char *aside, const char *mark,
-                            const char *known, int64_t mtime_ns, int64_t seen_ns, int64_t *nbytes)
+static uint8_t delete_chunk(int space, const char *chunk, const char *aside, const char *known,
+                            int64_t mtime_ns, int64_t seen_ns, int64_t *nbytes)
 {
     struct stat status;
     struct entry_names files;
@@ -184,7 +184,6 @@ static uint8_t delete_chunk(int space, const char *chunk, const char *aside, con
         /* A pin, a file or a child may have come since the directory was listed. */
         if (lseek(fd, 0, SEEK_SET) == 0 && holds_entries(fd, known, &files) &&
             fstat(fd, &status) == 0 && ns_of(status.st_mtim) == mtime_ns) {
-            unlinkat(space, mark, 0);
             if (delete_files(fd, &files, nbytes) && unlinkat(space, aside, AT_REMOVEDIR) == 0)
                 done = DELETED;
         }
@@ -196,25 +195,23 @@ static uint8_t delete_chunk(int space, const char *chunk, const char *aside, con
 /* Delete chunks in order, up to the first that Python has to look at, or until as many bytes are
  * free as are wanted, or 20 ms are over. The caller has seen that all may go.
  *
- * `names[count][64]`, `mtimes_ns[count]`: the chunks; `aside`, `marks`: what comes before a number
- * of four hex digits, and before a chunk's name, in the paths to which a chunk is moved, and of
- * another file that goes with it. `known`: names of entries, each with a final 0, the last one
- * empty. `nbytes`: how much to free, and what was. `done[count]`: what became of each.
+ * `names[count][64]`, `mtimes_ns[count]`: the chunks; `aside`: what comes before a number of four
+ * hex digits in the path to which a chunk is moved. `known`: names of entries, each with a final 0,
+ * the last one empty. `nbytes`: how much to free, and what was. `done[count]`: what became of each.
  *
  * Returns how many are DELETED or GONE. */
 int64_t vua_delete(int space, const char *names, const int64_t *mtimes_ns, int64_t count,
-                   int64_t seen_ns, const char *aside, const char *marks, const char *known,
-                   int64_t *nbytes, uint8_t *done)
+                   int64_t seen_ns, const char *aside, const char *known, int64_t *nbytes,
+                   uint8_t *done)
 {
     int64_t wanted = *nbytes, until_ns = clock_ns() + LONGEST_NS, at = 0;
     *nbytes = 0;
     for (; at < count && *nbytes < wanted && (at == 0 || clock_ns() < until_ns); at++) {
-        char chunk[PATH_ROOM], trash[PATH_ROOM], mark[PATH_ROOM];
+        char chunk[PATH_ROOM], trash[PATH_ROOM];
         const char *name = names + at * NAME_NBYTES;
         path_of(name, chunk);
         snprintf(trash, sizeof trash, "%s%04x", aside, (unsigned)(at & 0xffff));
-        snprintf(mark, sizeof mark, "%s%.*s", marks, NAME_NBYTES, name);
-        done[at] = delete_chunk(space, chunk, trash, mark, known, mtimes_ns[at], seen_ns, nbytes);
+        done[at] = delete_chunk(space, chunk, trash, known, mtimes_ns[at], seen_ns, nbytes);
         if (done[at] != DELETED && done[at] != GONE)
             break;
     }

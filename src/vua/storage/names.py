@@ -13,9 +13,7 @@ from typing import Final, Literal
 from vua.format.layout import Shard
 from vua.storage.description import DESCRIPTION, is_namespace_name
 
-Kind = Literal[
-    "description", "entry", "mark", "ttl", "parents", "quarantined", "temporary", "stray"
-]
+Kind = Literal["description", "entry", "mark", "parents", "quarantined", "temporary", "stray"]
 """Kinds of files in a namespace. A stray is not VUA's and is never changed."""
 
 SUFFIX: Final = ".safetensors"
@@ -29,8 +27,6 @@ header's `parent`."""
 SENT: Final = "sent-"
 """Name prefix of an empty file: one of the chunk's files has reached all slower tiers. See
 :mod:`vua.store.tiered`."""
-TTL_FOLDER: Final = "ttl"
-"""A namespace's folder of per-chunk times to live; see :mod:`vua.capacity.marks`."""
 PARENTS: Final = "parents"
 """A namespace's folder in a bucket of objects that tell which chunk precedes which; see
 :mod:`vua.storage.object`."""
@@ -66,8 +62,6 @@ def kind_at(path: str) -> Kind:
     fan, _, chunk = folder.partition("/")
     if is_namespace_name(chunk) and chunk.startswith(fan) and len(fan) == 2:
         return "temporary" if _RENEWING.fullmatch(name) else chunk_file_kind(name)
-    if folder == TTL_FOLDER and is_namespace_name(name):
-        return "ttl"
     if folder == PARENTS and NOTED.fullmatch(name):
         return "parents"
     return "quarantined" if folder == QUARANTINE and QUARANTINED.fullmatch(name) else "stray"

@@ -204,8 +204,6 @@ class EntryWriter:
         self.store, self.shard = store, shard or store.layout.full
         self.refused = False
         """Whether the last chunk was not written for lack of space, or of a key."""
-        self.ttl_s: float | None = None
-        """Time to live of chunks written from now on, see :mod:`vua.capacity.marks`."""
         self.wanted: Callable[[], bool] = lambda: True
         """Polled by :meth:`save_all`, which ends early when it returns False."""
         self.prompt_chunks = 0
@@ -385,7 +383,7 @@ class EntryWriter:
         capacity = self.store.capacity
         if capacity is None:
             return Unlimited()
-        return capacity.reserve(run, nbytes, self.ttl_s, prompt=self._prompt(run, nbytes))
+        return capacity.reserve(run, nbytes, prompt=self._prompt(run, nbytes))
 
     def _prompt(self, run: Sequence[ChunkKey], nbytes: int) -> tuple[int, int]:
         """Return the tokens of a prompt, as far as known, and the bytes that its files take."""

@@ -600,7 +600,6 @@ class VUATier(SecondaryTierManager):
                     if wanted := wanted and self._usable(move.request):
                         self._copy(rows[at : at + len(run)], out=False)
                 writer = EntryWriter(store, self._buffer.rows.memory, writer=self._writer)
-                writer.ttl_s = move.request.options.hints.ttl_s
                 chunks = self._names.of(move.request, run, store) if wanted else []
                 self._judge(move.request.terms.kind, run, chunks, store)
                 for statuses in writer.save_each(chunks):

@@ -21,7 +21,7 @@ from helpers import DirectoryTest, Memory, caches_of, flip, model_arrays, save_c
 from seals import ALICE, BOB, CHUNKS, KeysTest
 from vua.capacity.limits import Limits, ResolvedLimits, read_bounds
 from vua.capacity.listing import ancestors
-from vua.capacity.marks import pin, settle_ttl, unpin
+from vua.capacity.marks import pin, unpin
 from vua.capacity.spaces import Space, spaces
 from vua.capacity.upkeep import server_now_ns
 from vua.capacity.usage import measure
@@ -285,9 +285,6 @@ class TestCommands(GcTest):
         self.assertEqual((0, 60.0), self.ttl())
         self.assertEqual((0, None), self.ttl("--off"))
         self.assertEqual(2, run("ttl", self.root, "-1")[0])
-        settle_ttl(self.opened, names_of(self.trunk)[2], "", 60)
-        self.assertEqual(1, run_json("ttl", self.root)[1]["chunks_with_their_own"])
-        self.assertIn("time to live of their own: 1 chunk", run("ttl", self.root)[1])
 
     def ttl(self, *arguments: str) -> tuple[int, float | None]:
         code, report = run_json("ttl", self.root, *arguments)

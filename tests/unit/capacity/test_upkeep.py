@@ -21,13 +21,11 @@ import torch
 
 from commands import collect, run, run_json
 from helpers import SOON_S, DirectoryTest, caches_of
-from vua.capacity import marks
-from vua.capacity.evictor import PINNED_SHARE, Candidate, Evictor, Sweep
+from vua.capacity.evictor import PINNED_SHARE
 from vua.capacity.limits import Limits, ResolvedLimits
 from vua.capacity.listing import read_listing
-from vua.capacity.lru import by_mtime
-from vua.capacity.spaces import Space, spaces
-from vua.capacity.upkeep import server_now_ns, upkeep_directory
+from vua.capacity.spaces import Space
+from vua.capacity.upkeep import upkeep_directory
 from vua.capacity.usage import measure
 from vua.core import VUA, VUAConfig
 from vua.storage.mark import is_marked
@@ -249,21 +247,6 @@ class TestClocks(UpkeepTest):
             os.utime(path, ns=(stamp, stamp))
             collect(self.root, ResolvedLimits.of(self.root, Limits(min_free_bytes=0)))
             self.assertEqual(there, path.exists(), hours)
-
-    def test_hints_from_the_future(self) -> None:
-        """A time to live ends when the clock is set back."""
-        space = self.space()
-        with spaces(self.root) as found:
-            (one,) = found
-            sweep = Sweep([one], 1 << 16, by_mtime(time.time_ns()))
-            sweep.drain(lambda: None)
-            chunk = Candidate.of(sweep.victims()[0]).chunk
-        marks.settle_ttl(space, chunk, "", 60)
-        stamp = time.time_ns() + HOUR_NS
-        path = self.root / space.name / chunk[:2] / chunk
-        os.utime(path, ns=(stamp, stamp))
-        Evictor(self.root).expire(server_now_ns(space.fd))
-        self.assertFalse(path.exists())
 
 
 class TestPins(UpkeepTest):

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from types import SimpleNamespace
 from typing import Any
 
-from vua.connector.request import MAX_WAIT_S, OptionReader, RequestOptions, SaveHints
+from vua.connector.request import MAX_WAIT_S, OptionReader, RequestOptions
 
 
 class OptionsTest(unittest.TestCase):
@@ -24,7 +24,7 @@ class OptionsTest(unittest.TestCase):
             for params in (None, {}, {"do_remote_prefill": True, "store": False}, {"vua": {}}):
                 with self.subTest(params=params):
                     self.assertEqual(usual, self.reader.read(params))
-            self.assertEqual(usual, self.read(store=None, ttl_s=None))
+            self.assertEqual(usual, self.read(store=None, wait_s=None))
 
     def test_sound_values(self) -> None:
         """Each option is read."""
@@ -35,12 +35,10 @@ class OptionsTest(unittest.TestCase):
                     load=False,
                     max_load_tokens=128,
                     wait_s=2.0,
-                    hints=SaveHints(ttl_s=0.5, pin=True),
+                    pin=True,
                     outcomes=("pinned",),
                 ),
-                self.read(
-                    store=False, load=False, max_load_tokens=128, wait_s=2, ttl_s=0.5, pin=True
-                ),
+                self.read(store=False, load=False, max_load_tokens=128, wait_s=2, pin=True),
             )
             self.assertEqual(0, self.read(max_load_tokens=0).max_load_tokens)
             self.assertEqual(MAX_WAIT_S, self.read(wait_s=1e9).wait_s)
@@ -50,10 +48,11 @@ class OptionsTest(unittest.TestCase):
         self.reader = OptionReader()
         with self.assertLogs("vllm.vua.requests") as log:
             for _ in range(3):
-                self.assertEqual(SaveHints(ttl_s=60.0), self.read(pin=True, ttl_s=60).hints)
+                found = self.read(pin=True, wait_s=6)
+                self.assertEqual((False, 6.0), (found.pin, found.wait_s))
         self.assertEqual(1, len(log.output))
         self.assertIn('"allow"', log.output[0])
-        self.assertEqual(SaveHints(), self.read(pin=False).hints)
+        self.assertFalse(self.read(pin=False).pin)
 
     def test_unsound_values(self) -> None:
         """A value that makes no sense is ignored with a word, and the others are used."""
@@ -64,8 +63,8 @@ class OptionsTest(unittest.TestCase):
             ("max_load_tokens", -1, "a whole number of tokens"),
             ("max_load_tokens", 1.5, "a whole number of tokens"),
             ("max_load_tokens", True, "a whole number of tokens"),
-            ("ttl_s", float("nan"), "a number of seconds"),
-            ("ttl_s", 10**400, "a number of seconds"),
+            ("retain_s", float("nan"), "a number of seconds"),
+            ("retain_s", 10**400, "a number of seconds"),
             ("wait_s", float("inf"), "a number of seconds"),
             ("wait_s", {"a": 1}, "a number of seconds"),
         ):
@@ -94,7 +93,7 @@ class OptionsTest(unittest.TestCase):
 
         The section counts how often a key or a value is asked for, so that no clock is needed.
         """
-        names = [f"max_load_tokenswait_s_ttl_s_pin_{at:08d}" for at in range(100_000)]
+        names = [f"max_load_tokenswait_s_pin_{at:08d}" for at in range(100_000)]
         given = CountedOptions(dict.fromkeys(names, 0) | {"store": False})
         with self.assertLogs("vllm.vua.requests", "WARNING") as logged:
             for _ in range(3):
@@ -164,7 +163,7 @@ class HintsTest(unittest.TestCase):
             with self.subTest(said=vars(said)), self.assertNoLogs("vllm.vua.requests"):
                 self.assertEqual(meant, self.read(said))
         pinned = self.read(Action("kv.pin"), allow_pins=True)
-        self.assertEqual((SaveHints(pin=True), ("pinned",)), (pinned.hints, pinned.outcomes))
+        self.assertEqual((True, ("pinned",)), (pinned.pin, pinned.outcomes))
 
     def test_refused(self) -> None:
         """What is not understood or not allowed is counted, and said once; the rest is heeded."""

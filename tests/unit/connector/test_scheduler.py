@@ -22,12 +22,10 @@ from commands import told
 from helpers import keys_of, save_chunk, until
 from scheduling import LAYOUT, answer, bare_connector, model_of, request_of, scheduler_of, step
 from vua.capacity.hit_density import UseLog
-from vua.capacity.marks import settle_ttl, ttl_s_of
 from vua.capacity.upkeep import parted_at
 from vua.connector.config import Timeouts
 from vua.connector.events import KVEventPublisher
 from vua.connector.metadata import ConnectorMetadata, ScheduledRequest, ScheduledStep, WorkerOutput
-from vua.connector.request import SaveHints
 from vua.device.buffers import StagingBuffer
 from vua.format.keys import KeyChain, token_ids
 from vua.format.layout import KVLayout
@@ -237,12 +235,12 @@ class SchedulerTest(unittest.TestCase):
         One that was looked up before the copy had ended relies on it, too. One that is looked up
         afterwards orders what it does not find: somebody may have deleted it.
         """
-        side = self.side()
+        side = self.side(allow=("pins",))
         own = [*range(48), *range(900, 916)]
         for name in ("a", "b", "late"):
             answer(side, request_of(name))
         answer(side, request_of("c", prompt_token_ids=own))
-        answer(side, asking("d", ttl_s=60))
+        answer(side, asking("d", pin=True))
         self.assertEqual([("a", 4)], self.ordered(side, {"a": 0, "b": 0}))
         ended = {self.numbers[0]: 1}
         self.assertEqual([("c", 1), ("d", 4)], self.ordered(side, {"c": 0, "d": 0}))
@@ -508,35 +506,32 @@ class SchedulerTest(unittest.TestCase):
                 self.assertEqual(expected, answer(side, asking(str(options), **options)))
 
     def test_client_limits_saves(self) -> None:
-        """A client may have nothing stored, or say how long it is worth keeping."""
+        """A client may have nothing stored, or pinned."""
         side = self.side(allow=("pins",))
         asked = {
             "usual": asking("usual"),
             "not": asking("not", store=False),
             "nothing": asking("nothing", store=False, load=False),
-            "hinted": asking("hinted", load=False, ttl_s=60, pin=True),
+            "hinted": asking("hinted", load=False, pin=True),
         }
         for request in asked.values():
             self.assertEqual((0, False), answer(side, request))
         orders = ConnectorMetadata()
         side.add_saves(orders, step(dict.fromkeys(asked, 0)))
 
-        self.assertEqual([SaveHints(), SaveHints(60.0, pin=True)], [o.hints for o in orders.saves])
+        self.assertEqual([False, True], [one.pin for one in orders.saves])
 
-    def test_hints_for_what_is_stored_already(self) -> None:
+    def test_pin_of_what_is_stored_already(self) -> None:
         """A client's word counts for a prompt that others stored, unless it wants none stored."""
         side = self.side(allow=("pins",))
         store(side, 0, 3)
-        space = side.namespace.stores[0].capacity.space
         names = [key.name for key in keys_of(range(64), 16)[:3]]
-        settle_ttl(space, names[2], "", 10)
         root = side.namespace.stores[0].storage.directory
 
-        answer(side, asking("not", store=False, ttl_s=60, pin=True))
-        self.assertEqual([10, 0], [ttl_s_of(space, names[2]), len([*root.rglob("pin-*")])])
-        answer(side, asking("hinted", ttl_s=60, pin=True))
+        answer(side, asking("not", store=False, pin=True))
+        self.assertEqual([], [*root.rglob("pin-*")])
+        answer(side, asking("hinted", pin=True))
 
-        self.assertEqual([None, None, 60], [ttl_s_of(space, name) for name in names])
         self.assertEqual(
             names, sorted((p.parent.name for p in root.rglob("pin-*")), key=names.index)
         )

@@ -22,7 +22,6 @@ from vua.connector.cache_spec import UncachedError
 from vua.connector.config import Timeouts, WorkerResources
 from vua.connector.device_transfer import DeviceGroupTransfer
 from vua.connector.metadata import ConnectorMetadata, LoadOrder
-from vua.connector.request import SaveHints
 from vua.connector.weights_watch import EngineMemory, EngineState
 from vua.connector.worker import WorkerSide
 from vua.device.staging import Fence, Staging
@@ -452,8 +451,7 @@ class HangingTest(WorkerTest):
         """A client's hint holds the chunks of its request and their prefix; others are not held."""
         self.storage.go.set()
         keys = keys_of(range(100, 148), 16)
-        hints = SaveHints(pin=True)
-        save_step(self.side, saving(keys, [1, 2, 3], hints=hints))
+        save_step(self.side, saving(keys, [1, 2, 3], pin=True))
         until(lambda: self.side.saves.pending == 0)
 
         pins = sorted(path.parent.name for path in self.root.rglob("pin-*"))

@@ -17,7 +17,7 @@ from helpers import DirectoryTest, has_native
 from vua.native import entries
 
 CHUNK = "ab" * 32
-FOLDER, ASIDE, MARK = f"ab/{CHUNK}", "trash-" + 12 * "0", f"ttl/{CHUNK}"
+FOLDER, ASIDE = f"ab/{CHUNK}", "trash-" + 12 * "0"
 NAMES = ("l0-2.h0-4.safetensors", "l2-4.h0-4.safetensors")
 KNOWN = b"".join(name.encode() + b"\0" for name in NAMES)
 OLD_NS = 10**18
@@ -95,7 +95,7 @@ class TestDeletion(DirectoryTest):
         """Try to delete chunks; return which were, the bytes, and what of the next one."""
         names = entries.ChunkNames.of(chunks or [CHUNK])
         mtimes_ns = np.full(len(names), mtime_ns)
-        ordinary = entries.OrdinaryChunk(KNOWN, ASIDE, "ttl/")
+        ordinary = entries.OrdinaryChunk(KNOWN, ASIDE)
         deleted, nbytes, next_one = list[bool](), 0, ""
         while len(deleted) < len(names) and nbytes < most and not next_one:
             left = slice(len(deleted), None)  # a call ends early where it takes long
@@ -112,11 +112,9 @@ class TestDeletion(DirectoryTest):
 
     def test_deleted(self) -> None:
         """All of it goes; a file that has another name, too, frees nothing."""
-        (self.root / "ttl").mkdir()
-        (self.root / MARK).touch()
         (self.root / "other").hardlink_to(self.folder / NAMES[0])
         self.assertEqual(([True], 7, ""), self.delete())
-        self.assertEqual(["ab", "other", "ttl"], self.stored())
+        self.assertEqual(["ab", "other"], self.stored())
 
     def test_changed(self) -> None:
         """What was used, or got a child, stays as it is; what is gone is passed over."""
