@@ -40,6 +40,7 @@ from vua.capacity.marks import is_unsent
 from vua.capacity.removal import (
     NOTHING,
     DeletionTotals,
+    Immovable,
     ImmovableError,
     delete_aside,
     drop_empty,
@@ -47,7 +48,7 @@ from vua.capacity.removal import (
     ordinary_chunk,
     told_immovable,
 )
-from vua.capacity.spaces import GRACE_S, Column, Space, chunk_nbytes, spaces
+from vua.capacity.spaces import Column, Space, chunk_nbytes, spaces
 from vua.capacity.upkeep import Bare, Tally, upkeep_directory
 from vua.io.files import make_file
 from vua.io.posix import closing_fd
@@ -328,22 +329,15 @@ class Evictor:
     One thread may look for victims while others evict, one at a time.
     """
 
-    def __init__(
-        self,
-        root: str | os.PathLike[str],
-        rehearse: Callable[..., int | None] | None = None,
-        policy: LRU | None = None,
-    ) -> None:
+    def __init__(self, root: str | os.PathLike[str], policy: LRU | None = None) -> None:
         """Prepare for ``root``; reads nothing yet.
 
-        With ``rehearse`` nothing is changed: it is called in place of :func:`evict_chunk`. The
-        ``policy`` ranks chunks; by default the least recently used ones are the lowest.
+        The ``policy`` ranks chunks; by default the least recently used ones are the lowest.
         """
         self.lock = threading.RLock()
         """Held while it evicts, and when new victims come."""
         self._policy = policy or LRU()
-        self._root, self._evict_chunk = os.fspath(root), rehearse or evict_chunk
-        self._is_real = rehearse is None
+        self._root = os.fspath(root)
         self._victims = NO_VICTIMS
         """What is left of what the last search found, here or in another process."""
         self.shares = False
@@ -360,9 +354,8 @@ class Evictor:
         self.spares_unsent = False
         """Whether chunks that are not yet uploaded to slower tiers stay, while other chunks can
         go."""
-        self.immovable: dict[tuple[str, str], OSError] = {}
-        """Chunks, as (namespace, chunk), that could be neither moved nor deleted, and why. They are
-        skipped."""
+        self.immovable: Immovable = {}
+        """These are skipped."""
 
     @property
     def left(self) -> int:
@@ -415,7 +408,7 @@ class Evictor:
         seen_ns = _ANY_TIME_NS if is_set_back else now_ns
         victims = Victims(seen_ns, until_ns, sweep.victims())
         self._use(victims)
-        if self._is_real and whole and sweep.chunks >= SHARED:
+        if whole and sweep.chunks >= SHARED:
             with contextlib.suppress(OSError), closing_fd(upkeep_directory(self._root)) as fd:
                 sweep.tally.write(fd)
                 if self.shares and not is_set_back:
@@ -430,8 +423,8 @@ class Evictor:
 
     def _drop(self, empty: Sequence[str], now_ns: int) -> None:
         with closing_fd(os.open(self._root, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)) as fd:
-            for name in empty if self._is_real else ():
-                drop_empty(fd, name, now_ns - int(GRACE_S * 1e9), now_ns)
+            for name in empty:
+                drop_empty(fd, name, now_ns)
 
     def evict(
         self,
@@ -519,7 +512,7 @@ class Evictor:
             known = [(one.space, one.chunk) for one in map(Candidate.of, some)]
             goes &= [one not in self._kept and one not in self.immovable for one in known]
         some = some[: len(some) if goes.all() else int(goes.argmin())]
-        if space is None or not len(some) or self.spares_unsent or not self._is_real:
+        if space is None or not len(some) or self.spares_unsent:
             return Deletions(0, goes[:0], 0, is_unusual=True, aside="")
         gone = delete_chunks(
             *(space.fd, names_of(some), some["mtime_ns"], seen_ns),
@@ -595,7 +588,7 @@ class Evictor:
             if aside:
                 nbytes = delete_aside(space, victim.chunk, aside, victim.mtime_ns)
             else:
-                nbytes = self._evict_chunk(space, victim.chunk, mtime_ns=victim.mtime_ns)
+                nbytes = evict_chunk(space, victim.chunk, mtime_ns=victim.mtime_ns)
         except ImmovableError as problem:
             self._pass_over(victim, problem)
             return NOTHING
@@ -638,7 +631,7 @@ class Evictor:
             if space is None or not is_unchanged(space.fd, first.chunk, first.mtime_ns, seen_ns):
                 continue
             try:
-                gone = self._evict_chunk(space, first.chunk, pinned=True)
+                gone = evict_chunk(space, first.chunk, pinned=True)
             except ImmovableError as problem:
                 self._pass_over(first, problem)
                 continue

@@ -17,13 +17,23 @@ from vua.capacity.evictor import PINNED_SHARE, Evictor
 from vua.capacity.limits import Limits, ResolvedLimits
 from vua.capacity.listing import Listing
 from vua.capacity.lru import LeastHitDensity, mtime_ns_of, set_mtime
-from vua.capacity.removal import NOTHING, Collection, DeletionTotals, Remover
-from vua.capacity.spaces import GRACE_S, Show, Space, listed, spaces, trash_in
+from vua.capacity.removal import (
+    NOTHING,
+    Collection,
+    DeletionTotals,
+    Immovable,
+    delete_chunk,
+    delete_file,
+    drop_empty,
+    evict_chunk,
+    nbytes_at,
+    told_immovable,
+)
+from vua.capacity.spaces import GRACE_S, Show, Space, is_trash, listed, spaces, trash_in
 from vua.capacity.upkeep import Tally, lease, next_tick_ns, server_now_ns, upkeep_directory
-from vua.capacity.usage import TOLERANCE, measure, nbytes_per_inode
+from vua.capacity.usage import INODES_PER_CHUNK, TOLERANCE, Usage, measure, nbytes_per_inode
 from vua.io.posix import closing_fd
 from vua.io.words import counted
-from vua.storage.description import is_unknown
 from vua.storage.names import SUFFIX, chunk_path, is_temporary
 
 _EVERY_NAME: Final = sys.maxsize
@@ -41,72 +51,80 @@ def _is_old(mtime_ns: int, now_ns: int) -> bool:
     return abs(now_ns - mtime_ns) > GRACE_S * 1e9
 
 
-def sweep(root: str | os.PathLike[str], found: Sequence[Space], remover: Remover) -> DeletionTotals:
-    """Delete half-deleted chunks and unfinished small files that are an hour old.
+class Leftovers:
+    """Remains of crashes that are an hour old: deletes them, or (``dry_run``) only counts."""
 
-    Tells ``remover`` the server's time; that needs a write, so a rehearsal uses this host's.
-    """
-    remover.now_ns = time.time_ns()
-    if not remover.rehearse:
-        with closing_fd(upkeep_directory(root)) as directory:
-            remover.now_ns = server_now_ns(directory)
-    freed = NOTHING
-    with _opened(root) as above:
-        for fd, is_root in (*((space.fd, False) for space in found), (above, True)):
-            for name, mtime_ns in list(trash_in(fd, roots=is_root)):
-                if _is_old(mtime_ns, remover.now_ns):
-                    freed += remover.leftover(fd, name)
-    return freed
+    def __init__(self, root: str | os.PathLike[str], *, dry_run: bool) -> None:
+        """Ask for the server's time; that needs a write, so a dry run takes this host's."""
+        self._root, self._dry_run = root, dry_run
+        self._now_ns = time.time_ns()
+        if not dry_run:
+            with closing_fd(upkeep_directory(root)) as directory:
+                self._now_ns = server_now_ns(directory)
 
+    def _delete(self, parent: int, path: str) -> DeletionTotals:
+        nbytes = nbytes_at(parent, path)
+        if not self._dry_run:
+            delete_chunk(parent, path) if is_trash(path) else delete_file(parent, path)
+        return DeletionTotals(1, nbytes)
 
-def settle(space: Space, listing: Listing, remover: Remover) -> DeletionTotals:
-    """Delete unfinished files in chunks' folders, and folders without a file."""
-    freed = NOTHING
-    for chunk in listing.unsettled:
-        path, mtime_ns = chunk_path(chunk), mtime_ns_of(space.fd, chunk)
-        with listed(space.fd, path) as entries:
-            there = [one.name for one in entries]
-            names = [one for one in there if is_temporary(one)]
-        for name in names:
-            with contextlib.suppress(OSError):
-                status = os.stat(f"{path}/{name}", dir_fd=space.fd, follow_symlinks=False)
-                if _is_old(status.st_mtime_ns, remover.now_ns):
-                    freed += remover.file(space.fd, f"{path}/{name}")
-                    if mtime_ns is not None and not remover.rehearse:
-                        set_mtime(space.fd, chunk, mtime_ns)  # it was not used, only tidied up
-        is_old = mtime_ns is None or _is_old(mtime_ns, remover.now_ns)
-        if is_old and there and not any(one.endswith(SUFFIX) or one in names for one in there):
-            remover.evict_chunk(space, chunk)  # marks without a file
-        else:  # a process about to write there makes it anew
-            remover.empty(space.fd, path)
-    return freed
+    def sweep(self, found: Sequence[Space]) -> DeletionTotals:
+        """Delete half-deleted chunks and unfinished small files."""
+        freed = NOTHING
+        with _opened(self._root) as above:
+            for fd in (*(space.fd for space in found), above):
+                for name, mtime_ns in list(trash_in(fd)):
+                    if _is_old(mtime_ns, self._now_ns):
+                        freed += self._delete(fd, name)
+        return freed
+
+    def settle(self, space: Space, listing: Listing) -> DeletionTotals:
+        """Delete unfinished files in chunks' folders, and folders without a file."""
+        freed = NOTHING
+        for chunk in listing.unsettled:
+            path, mtime_ns = chunk_path(chunk), mtime_ns_of(space.fd, chunk)
+            with listed(space.fd, path) as entries:
+                there = [one.name for one in entries]
+                names = [one for one in there if is_temporary(one)]
+            for name in names:
+                with contextlib.suppress(OSError):
+                    status = os.stat(f"{path}/{name}", dir_fd=space.fd, follow_symlinks=False)
+                    if _is_old(status.st_mtime_ns, self._now_ns):
+                        freed += self._delete(space.fd, f"{path}/{name}")
+                        if mtime_ns is not None and not self._dry_run:
+                            set_mtime(space.fd, chunk, mtime_ns)  # it was not used, only tidied up
+            if self._dry_run:
+                continue
+            is_old = mtime_ns is None or _is_old(mtime_ns, self._now_ns)
+            with contextlib.suppress(OSError):  # a process about to write there makes it anew
+                if is_old and there and not any(o.endswith(SUFFIX) or o in names for o in there):
+                    evict_chunk(space, chunk)  # marks without a file
+                else:
+                    os.rmdir(path, dir_fd=space.fd)
+        return freed
 
 
 def evict(
     root: str | os.PathLike[str], limits: ResolvedLimits, done: Collection, show: Show,
-    remover: Remover,
+    immovable: Immovable,
 ) -> None:  # fmt: skip
     """Evict what is too old or too much, after other passes that look for victims.
 
-    Then deletes empty namespaces. ``done`` says what went before, and gets the rest. A rehearsal
-    changes nothing: it notes what would go, and what would be left.
+    Then deletes empty namespaces. ``done`` gets what went, and what is left.
     """
     standing = ResolvedLimits.of(root, Limits())
     pins_most = int(PINNED_SHARE * max(limits.max_bytes, standing.max_bytes))
-    evictor = Evictor(
-        root, remover.evict_chunk if remover.rehearse else None, LeastHitDensity(root)
-    )
-    evictor.immovable, held, now_ns = remover.immovable, None, remover.now_ns
+    evictor = Evictor(root, policy=LeastHitDensity(root))
+    evictor.immovable = immovable
     deadline_s = time.monotonic() + _LEASE_WAIT_S
     show("measuring")
     with contextlib.ExitStack() as stack:
-        if not remover.rehearse:
-            directory = stack.enter_context(closing_fd(upkeep_directory(root)))
+        directory = stack.enter_context(closing_fd(upkeep_directory(root)))
+        held = stack.enter_context(lease(directory))
+        while held is None and time.monotonic() < deadline_s:
+            time.sleep(0.05)
             held = stack.enter_context(lease(directory))
-            while held is None and time.monotonic() < deadline_s:
-                time.sleep(0.05)
-                held = stack.enter_context(lease(directory))
-            now_ns = next_tick_ns(directory)
+        now_ns = next_tick_ns(directory)
 
         def pulse(freed: DeletionTotals, need: int = 0) -> None:
             if held is not None:
@@ -117,26 +135,18 @@ def evict(
 
         if limits.ttl_s is not None:
             done.expired = evictor.expire(now_ns, now_ns - int(limits.ttl_s * 1e9), pulse)
-        gone = done.lost_keys + done.orphans + done.over_quota + done.expired
-        need = _measure(root, limits, done) - (gone.nbytes if remover.rehearse else 0)
+        need = _measure(root, limits, done)
         if need > 0:
             done.evicted = evictor.evict(
                 need, now_ns, pins_nbytes=pins_most, pulse=partial(pulse, need=need)
             )
-        if remover.rehearse:
-            gone += done.evicted
-            done.nbytes = max(0, done.nbytes - gone.nbytes)
-            done.chunks = max(0, done.chunks - gone.chunks)
-            done.free_nbytes = (done.free_nbytes or 0) + gone.nbytes
-        elif need > 0:
             _measure(root, limits, done)  # other processes write meanwhile
-        if not remover.rehearse and done.pinned_nbytes is not None:  # a pass that was not quick
+        if done.pinned_nbytes is not None:  # a pass that was not quick
             _take_census(root, directory)
     with spaces(root) as found, _opened(root) as above:
-        names = [one.name for one in found if not is_unknown(one.fd, one.name)]
-        done.emptied = sum(remover.namespace(above, name) for name in names)
+        done.emptied = sum(drop_empty(above, one.name, now_ns) for one in found)
     _judge(limits, done, pins_most)
-    done.problems += filter(None, [remover.left])
+    done.problems += filter(None, [told_immovable(immovable)])
 
 
 def _judge(limits: ResolvedLimits, done: Collection, pins_most: int) -> None:
@@ -164,13 +174,26 @@ def _take_census(root: str | os.PathLike[str], directory: int) -> None:
 def _measure(root: str | os.PathLike[str], limits: ResolvedLimits, done: Collection) -> int:
     usage = measure(root, counted=_EVERY_NAME)
     done.chunks, done.nbytes, done.exact = usage.chunks, usage.nbytes, usage.exact
+    return excess(root, limits, done)
+
+
+def excess(
+    root: str | os.PathLike[str],
+    limits: ResolvedLimits,
+    done: Collection,
+    planned: DeletionTotals = NOTHING,
+) -> int:
+    """Return how many bytes are too many of what ``done`` says is stored; 0 or less: none.
+
+    ``done`` gets what of the disk is free, or would be after what is ``planned``.
+    """
     status = os.statvfs(root)
-    done.free_nbytes = status.f_bavail * status.f_frsize
-    done.free_inodes = status.f_favail if status.f_files else None
-    missing_inodes = limits.min_free_inodes - (done.free_inodes or 0)
-    return max(
-        usage.nbytes - limits.max_bytes,
-        limits.min_free_bytes - done.free_nbytes,
-        0 if done.free_inodes is None else missing_inodes * nbytes_per_inode(usage),
-        0,
-    )
+    done.free_nbytes = status.f_bavail * status.f_frsize + planned.nbytes
+    done.free_inodes = None
+    if status.f_files:
+        done.free_inodes = status.f_favail + INODES_PER_CHUNK * planned.chunks
+    over = max(done.nbytes - limits.max_bytes, limits.min_free_bytes - done.free_nbytes)
+    if done.free_inodes is not None:
+        per_inode = nbytes_per_inode(Usage(done.nbytes, done.chunks, done.exact))
+        over = max(over, (limits.min_free_inodes - done.free_inodes) * per_inode)
+    return over

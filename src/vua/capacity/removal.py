@@ -2,8 +2,7 @@
 
 A chunk is removed by one rename of its directory, and is then deleted file by file. It disappears
 at once and as a whole. A reader with an open file continues to read it. A full file system may
-refuse the rename, which itself needs space: then the files are deleted in place. :class:`Remover`
-can also only add up what would go.
+refuse the rename, which itself needs space: then the files are deleted in place.
 """
 
 from __future__ import annotations
@@ -14,16 +13,15 @@ import os
 import re
 import secrets
 import stat
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Final, NamedTuple
+from typing import Final, NamedTuple, TypeAlias
 
 from vua.capacity.lru import got_child, mtime_ns_of
 from vua.capacity.spaces import (
     GRACE_S,
     TRASH,
     Space,
-    chunk_nbytes,
     fans_of,
     is_chunk,
     is_chunk_file,
@@ -34,7 +32,7 @@ from vua.capacity.spaces import (
     opened,
     spaces,
 )
-from vua.io.posix import close_quietly, closing_fd
+from vua.io.posix import close_quietly
 from vua.io.words import counted
 from vua.native.entries import OrdinaryChunk
 from vua.storage.description import DESCRIPTION, is_described
@@ -44,10 +42,8 @@ from vua.storage.names import (
     PIN,
     QUARANTINE,
     QUARANTINED,
-    SUFFIX,
     chunk_file_kind,
     chunk_path,
-    is_temporary,
 )
 
 _DIRECTORY: Final = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
@@ -106,6 +102,10 @@ class Collection:
         """What was deleted, by reason."""
         names = ("lost_keys", "evicted", "expired", "over_quota", "orphans", "leftovers")
         return {name: getattr(self, name) for name in names}
+
+
+Immovable: TypeAlias = dict[tuple[str, str], OSError]
+"""Chunks, as (namespace, chunk), that could be neither moved nor deleted, and why."""
 
 
 class ImmovableError(OSError):
@@ -215,79 +215,7 @@ def _obstacles(space: Space, path: str) -> tuple[bool, bool]:
     return held, foreign
 
 
-class Remover:
-    """Deletes what a caller names; with ``rehearse`` it remembers that and changes nothing."""
-
-    def __init__(self, *, rehearse: bool = False) -> None:
-        self.rehearse = rehearse
-        self.immovable: dict[tuple[str, str], OSError] = {}
-        """Chunks, as (namespace, chunk), that could be neither moved nor deleted, and why."""
-        self._gone: set[tuple[str, str]] = set()
-        self.now_ns = 0
-        """The server's time as the pass began."""
-
-    def evict_chunk(
-        self, space: Space, chunk: str, *, pinned: bool = False, mtime_ns: int | None = None
-    ) -> int | None:
-        """Delete a chunk, as :func:`evict_chunk` does; None also for an immovable one."""
-        if not self.rehearse:
-            try:
-                return evict_chunk(space, chunk, pinned=pinned, mtime_ns=mtime_ns)
-            except ImmovableError as problem:
-                self.immovable[space.name, chunk] = problem
-                return None
-        if not self.is_there(space, chunk):
-            return None
-        path = chunk_path(chunk)
-        with listed(space.fd, path) as entries:
-            if not pinned and any(entry.name.startswith(PIN) for entry in entries):
-                return None
-        self._gone.add((space.name, chunk))
-        return chunk_nbytes(space, path)
-
-    def is_there(self, space: Space, chunk: str) -> bool:
-        """Whether a chunk is there, and would not have gone.
-
-        An empty directory is not a chunk, nor is one with marks alone; one that is being written
-        counts.
-        """
-        if (space.name, chunk) in self._gone:
-            return False
-        with listed(space.fd, chunk_path(chunk)) as entries:
-            return any(one.name.endswith(SUFFIX) or is_temporary(one.name) for one in entries)
-
-    @property
-    def left(self) -> str:
-        """A message about the immovable chunks; empty without any."""
-        return told_immovable(self.immovable)
-
-    def leftover(self, parent: int, name: str) -> DeletionTotals:
-        """Delete remains of a crash, in a namespace or beside them."""
-        if self.rehearse:
-            return DeletionTotals(1, nbytes_at(parent, name))
-        if _is_directory(parent, name):
-            return DeletionTotals(1, delete_chunk(parent, name) or delete_namespace(parent, name))
-        return self.file(parent, name)
-
-    def file(self, parent: int, path: str) -> DeletionTotals:
-        return DeletionTotals(
-            1, nbytes_at(parent, path) if self.rehearse else delete_file(parent, path)
-        )
-
-    def empty(self, parent: int, path: str) -> None:
-        """Delete a directory if there is nothing in it."""
-        if not self.rehearse:
-            with contextlib.suppress(OSError):
-                os.rmdir(path, dir_fd=parent)
-
-    def namespace(self, root: int, name: str) -> bool:
-        """Delete a namespace that has been empty for a while."""
-        if self.rehearse:
-            return False
-        return drop_empty(root, name, self.now_ns - int(GRACE_S * 1e9), self.now_ns)
-
-
-def told_immovable(found: Mapping[tuple[str, str], OSError]) -> str:
+def told_immovable(found: Immovable) -> str:
     """Say how many chunks stay, and the first of them with its reason; empty without any."""
     if not found:
         return ""
@@ -296,13 +224,6 @@ def told_immovable(found: Mapping[tuple[str, str], OSError]) -> str:
         f"{counted(len(found), 'chunk')} can be neither moved nor deleted, the first is "
         f"{first.filename} ({first.strerror}); look for `chattr +i`, mounts, and other users' files"
     )
-
-
-def _is_directory(parent: int, name: str) -> bool:
-    try:
-        return stat.S_ISDIR(os.stat(name, dir_fd=parent, follow_symlinks=False).st_mode)
-    except OSError:
-        return False
 
 
 def nbytes_at(parent: int, path: str) -> int:
@@ -406,39 +327,28 @@ def _delete_all(parent: int, folder: str, pattern: re.Pattern[str]) -> int:
     return sum(delete_file(parent, f"{folder}/{name}") for name in names)
 
 
-def drop_empty(parent: int, name: str, before_ns: int, now_ns: int) -> bool:
+def drop_empty(parent: int, name: str, now_ns: int) -> bool:
     """Delete an empty namespace; return whether it is gone now.
 
-    Only one with a sound description. It must not have been made, nor anything in it evicted, since
-    ``before_ns``. (A time as far after ``now_ns`` is from before the server's clock was set.) Safe
+    Only one with a sound description. It must not have been made, nor anything in it evicted, in
+    the last hour. (A time as far after ``now_ns`` is from before the server's clock was set.) Safe
     beside a process that writes there: only empty directories are removed, by calls that fail
     otherwise, and the writer makes the directory anew.
     """
-    try:
-        fd = os.open(name, _DIRECTORY, dir_fd=parent)
-    except OSError:
-        return False
-    try:
-        mtime_ns = os.fstat(fd).st_mtime_ns  # changes with every chunk that is evicted
-        is_young = abs(now_ns - mtime_ns) <= now_ns - before_ns
-        if is_young or not is_described(fd, name):
+    with opened(parent, name) as fd:
+        if fd is None:
             return False
-        folders = []
-        with os.scandir(fd) as entries:
-            for one in entries:
-                empty = is_fan(one.name) or one.name in (PARENTS, QUARANTINE)
-                if one.name != DESCRIPTION and not (empty and one.is_dir(follow_symlinks=False)):
-                    return False
-                folders += [one.name] if empty else []
-        if any(os.listdir(one) for one in _each_opened(fd, folders)):
-            return False
-        for folder in folders:
-            os.rmdir(folder, dir_fd=fd)
-        return _undescribe(parent, fd, name)
-    except OSError:
-        return False
-    finally:
-        close_quietly(fd)
+        with contextlib.suppress(OSError):
+            mtime_ns = os.fstat(fd).st_mtime_ns  # changes with every chunk that is evicted
+            if abs(now_ns - mtime_ns) <= GRACE_S * 1e9 or not is_described(fd, name):
+                return False
+            folders = [one for one in os.listdir(fd) if one != DESCRIPTION]
+            if any(not is_fan(one) and one not in (PARENTS, QUARANTINE) for one in folders):
+                return False
+            for folder in folders:
+                os.rmdir(folder, dir_fd=fd)
+            return _undescribe(parent, fd, name)
+    return False
 
 
 def drop_empty_fans(root: str | os.PathLike[str]) -> None:
@@ -450,12 +360,6 @@ def drop_empty_fans(root: str | os.PathLike[str]) -> None:
         for space in found:
             for fan in fans_of(space):
                 _remove(space.fd, fan)
-
-
-def _each_opened(parent: int, names: list[str]) -> Iterator[int]:
-    for name in names:
-        with closing_fd(os.open(name, _DIRECTORY, dir_fd=parent)) as fd:
-            yield fd
 
 
 def _undescribe(parent: int, fd: int, name: str) -> bool:

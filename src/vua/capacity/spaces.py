@@ -20,8 +20,8 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Final, Protocol, TypeAlias, TypeVar
 
 from vua.io.posix import close_quietly
-from vua.storage.description import DESCRIPTION, is_described, is_namespace_name, is_unknown
-from vua.storage.names import PARENTS, QUARANTINE, chunk_file_kind
+from vua.storage.description import is_described, is_namespace_name, is_unknown
+from vua.storage.names import chunk_file_kind
 
 if TYPE_CHECKING:
     import numpy as np
@@ -295,10 +295,10 @@ def is_leftover(parent: int, name: str) -> bool:
     return _JSON.startswith(head)
 
 
-def trash_in(parent: int, *, roots: bool) -> Iterator[tuple[str, int]]:
-    """Yield (name, mtime) of remains of crashes in a namespace's directory or (``roots``) a root.
+def trash_in(parent: int) -> Iterator[tuple[str, int]]:
+    """Yield (name, mtime) of remains of crashes in a root or a namespace's directory.
 
-    Half-deleted directories with only VUA's files in them, and incomplete small files.
+    Half-deleted chunks with only VUA's files in them, and incomplete small files.
     """
     with listed(parent, ".") as entries:
         found = [one.name for one in entries if one.name.startswith((TRASH, ".tmp-"))]
@@ -306,24 +306,12 @@ def trash_in(parent: int, *, roots: bool) -> Iterator[tuple[str, int]]:
         with contextlib.suppress(OSError):
             status = os.stat(name, dir_fd=parent, follow_symlinks=False)
             if stat.S_ISDIR(status.st_mode):
-                known = is_trash(name) and _is_all_ours(parent, name, namespace=roots)
+                with listed(parent, name) as entries:
+                    known = is_trash(name) and all(is_chunk_file(one) for one in entries)
             else:
                 known = is_leftover(parent, name)
             if known:
                 yield name, status.st_mtime_ns
-
-
-def _is_all_ours(parent: int, name: str, *, namespace: bool) -> bool:
-    with listed(parent, name) as entries:
-        if not namespace:
-            return all(is_chunk_file(one) for one in entries)
-        folders = (PARENTS, QUARANTINE)
-        return all(
-            (is_fan(one.name) or one.name in folders or is_trash(one.name))
-            if one.is_dir(follow_symlinks=False)
-            else one.name == DESCRIPTION or _DESCRIBING.fullmatch(one.name)
-            for one in entries
-        )
 
 
 # -- several processes ----------------------------------------------------------------------------

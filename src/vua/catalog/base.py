@@ -189,7 +189,7 @@ class NamespaceCatalog(ABC):
     """Of at most so many chunks a look has the salts: that needs a header of each."""
     is_remote = True
     """Whether to read headers costs more than a listing. If not, :meth:`erase` is called for one
-    chunk after the other, each looked at again before, and itself knows of a dry run."""
+    chunk after the other, each looked at again before."""
     each = staticmethod(one_by_one)
 
     def __init__(self, stated: Description, show: Show = silent) -> None:
@@ -405,7 +405,7 @@ class NamespaceCatalog(ABC):
         """Delete chunks with their marks, in this order; ``done`` says what was, or would be."""
         rest = iter(chunks)
         while some := list(itertools.islice(rest, _ERASED if self.is_remote else 1)):
-            if dry_run and self.is_remote:
+            if dry_run:
                 done.count(some)
             else:
                 self.erase(some, done)
@@ -560,11 +560,13 @@ class Catalog(ABC):
             known = self.bounds()
             self.write_bounds(replace(known, **news))  # type: ignore[arg-type]
 
-    def evict(
-        self, limits: Mapping[str, Any], done: Collection, show: Show, *, dry_run: bool
-    ) -> bool:
+    def excess(self, limits: Mapping[str, Any], done: Collection) -> int:
+        """Return how many bytes are too many of what ``done`` says is stored; 0 or less: none."""
+        return 0 if limits["max_bytes"] is None else done.nbytes - int(limits["max_bytes"])
+
+    def evict(self, limits: Mapping[str, Any], done: Collection, show: Show) -> bool:
         """Evict by rules of this place, and note in ``done`` what is left; False if it has none."""
-        del limits, done, show, dry_run
+        del limits, done, show
         return False
 
 

@@ -6,7 +6,7 @@ import contextlib
 import heapq
 import itertools
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, replace
 from functools import partial
 from typing import Any, Final
@@ -81,8 +81,8 @@ def collect(
                     done.lost_keys += _delete_unreadable(space, lost, done, delete, show)
                 if not (quick or space.is_remote):
                     _delete_useless(space, limits["max_bytes_per_salt"], done, delete, show)
-            if not catalog.evict(limits, done, show, dry_run=dry_run):
-                _evict_oldest(found, limits, done, show, dry_run=dry_run)
+            if dry_run or not catalog.evict(limits, done, show):
+                _evict_oldest(catalog, found, done, show, dry_run=dry_run)
             done.strays = _strays(every, ours, others)
     done.seconds = time.monotonic() - began_s
     return done
@@ -94,8 +94,8 @@ def _delete(
 ) -> DeletionTotals:  # fmt: skip
     """Delete doomed chunks that still go; what stays is not in the listing any more, either."""
     removal = Removal()
-    some = filter(still_goes, _doomed(listing, space.name, show))
-    space.delete(some, removal, dry_run=dry_run)
+    some = _doomed(listing, space.name, show)
+    space.delete(some if dry_run else filter(still_goes, some), removal, dry_run=dry_run)
     listing.remove_doomed()
     return DeletionTotals(removal.chunks, removal.nbytes)
 
@@ -149,7 +149,7 @@ def _delete_useless(
 
 
 def _evict_oldest(
-    found: Sequence[NamespaceCatalog], limits: Mapping[str, Any], done: Collection, show: Show, *,
+    catalog: Catalog, found: Sequence[NamespaceCatalog], done: Collection, show: Show, *,
     dry_run: bool,
 ) -> None:  # fmt: skip
     """Delete the least recently used; a chunk stays as long as one that follows it.
@@ -157,14 +157,12 @@ def _evict_oldest(
     Pinned chunks stay. They are renewed after half of their life, so that no lifecycle rule deletes
     them.
     """
-    totals = [space.chunks.totals() for space in found]
-    total, now_ns = sum(one.nbytes for one in totals), int(time.time() * 1e9)
-    most = total if limits["max_bytes"] is None else limits["max_bytes"]
+    limits, oldest_ns = done.limits, _count(found, done)
+    over, now_ns = catalog.excess(limits, done), int(time.time() * 1e9)
     before_ns = 0 if limits["ttl_s"] is None else now_ns - int(limits["ttl_s"] * 1e9)
-    oldest_ns = min((one.oldest_ns or 0 for one in totals if one.chunks), default=now_ns)
-    if total > most or oldest_ns < before_ns:
-        listings = [space.listing(show) for space in found]
-        done.expired, done.evicted = _choose_victims(listings, total - most, before_ns)
+    if over > 0 or oldest_ns < before_ns:
+        listings = [space.listing(show) if space.is_remote else space.chunks for space in found]
+        done.expired, done.evicted = _choose_victims(listings, over, before_ns)
         for space, listing in zip(found, listings, strict=True):
             _delete(space, listing, bool, show=show, dry_run=dry_run)
             if not dry_run:
@@ -173,11 +171,18 @@ def _evict_oldest(
     for space in () if dry_run or limits["ttl_s"] is None else found:
         for some in space.chunks.pinned(_AT_ONCE, (now_ns + before_ns) // 2):
             space.renew(some)
+    _count(found, done)
+    done.within = catalog.excess(limits, done) <= 0
+
+
+def _count(found: Sequence[NamespaceCatalog], done: Collection) -> int:
+    """Note what is left; return when the chunk unused for longest was used."""
     totals = [space.chunks.totals() for space in found]
     done.chunks, done.nbytes, done.pinned_nbytes = (
         sum(getattr(one, name) for one in totals) for name in ("chunks", "nbytes", "pinned_nbytes")
     )
-    done.within = done.nbytes <= most
+    done.nbytes += sum(space.quarantined() for space in found if not space.is_remote)
+    return min((one.oldest_ns or 0 for one in totals if one.chunks), default=1 << 62)
 
 
 def _choose_victims(

@@ -43,11 +43,12 @@ from vua.io.posix import closing_fd
 from vua.security.settings import Security
 from vua.storage.description import DESCRIPTION, Description, read_description
 from vua.storage.mark import LIMITS_FILE, MARK, UPKEEP, claim, is_marked
-from vua.storage.names import QUARANTINE, SUFFIX, chunk_path
+from vua.storage.names import QUARANTINE, SUFFIX, chunk_path, is_temporary
 
 if TYPE_CHECKING:
+    from vua.capacity.gc import Leftovers
     from vua.capacity.listing import ListedChunk, Listing
-    from vua.capacity.removal import Collection, Remover
+    from vua.capacity.removal import Collection, Immovable
     from vua.catalog.check import Check, Checker, Verification
     from vua.security.keyring import KnownKeys
 
@@ -135,7 +136,11 @@ class DirectoryNamespace(NamespaceCatalog):
         """Read the headers of all chunks, or only of chunks with a new mtime."""
         from vua.capacity.listing import read_listing
 
-        return read_listing(self.space, show, known=past)
+        self._chunks = read_listing(self.space, show, known=past)
+        return self._chunks
+
+    def _listed(self) -> Listing:
+        return self.names(self._show)
 
     def sample(self) -> Sequence[str] | None:
         if not is_large(self.space):
@@ -184,13 +189,12 @@ class DirectoryNamespace(NamespaceCatalog):
 
     def settle(self, listing: Listing) -> tuple[int, int]:
         """Delete remains of a crash in chunks' folders; return how many, and their bytes."""
-        from vua.capacity.gc import settle
-
-        return settle(self.space, listing, self.catalog.remover)
+        return self.catalog.leftovers.settle(self.space, listing)
 
     def is_orphan(self, chunk: ListedChunk) -> bool:
         """Whether the chunk before a listed one still is not there."""
-        return not self.catalog.remover.is_there(self.space, chunk.before or "")
+        with listed(self.space.fd, chunk_path(chunk.before or "")) as entries:
+            return not any(one.name.endswith(SUFFIX) or is_temporary(one.name) for one in entries)
 
     def is_unused(self, chunk: ListedChunk) -> bool:
         """Whether a chunk was not used since it was listed."""
@@ -200,16 +204,20 @@ class DirectoryNamespace(NamespaceCatalog):
 
     def erase(self, chunks: Sequence[ListedChunk], done: Removal) -> None:
         from vua.capacity.listing import read_node
+        from vua.capacity.removal import ImmovableError, evict_chunk, told_immovable
 
-        remover = self.catalog.remover
         for one in chunks:
-            nbytes = remover.evict_chunk(self.space, one.name, pinned=bool(one.pins))
+            try:
+                nbytes = evict_chunk(self.space, one.name, pinned=bool(one.pins))
+            except ImmovableError as problem:
+                self.catalog.immovable[self.name, one.name] = problem
+                continue
             if nbytes is None:
                 done.kept += bool(read_node(self.space, one.name).pinned)
             else:
                 done.chunks += 1
                 done.nbytes += nbytes
-        done.left = remover.left
+        done.left = told_immovable(self.catalog.immovable)
 
     def drop(self, done: Removal) -> None:
         from vua.capacity.removal import delete_namespace
@@ -238,16 +246,12 @@ class DirectoryCatalog(Catalog):
     """A cache in a directory."""
 
     root: Path
-    _remover: Remover | None = None
+    leftovers: Leftovers
+    """Of a `vua gc`, which sweeps first."""
 
-    @property
-    def remover(self) -> Remover:
-        """What deletes, or (see :meth:`sweep`) only counts."""
-        from vua.capacity.removal import Remover
-
-        if self._remover is None:
-            self._remover = Remover()
-        return self._remover
+    def __init__(self, where: str, root: Path) -> None:
+        super().__init__(where, root)
+        self.immovable: Immovable = {}
 
     def is_local(self) -> bool:
         with closing_fd(os.open(self.root, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)) as fd:
@@ -292,18 +296,22 @@ class DirectoryCatalog(Catalog):
         return measure(self.root).nbytes
 
     def sweep(self, found: Sequence[DirectoryNamespace], *, dry_run: bool) -> tuple[int, int]:
-        from vua.capacity.gc import sweep
+        from vua.capacity.gc import Leftovers
 
-        self.remover.rehearse = dry_run
-        return sweep(self.root, [one.space for one in found], self.remover)
+        self.leftovers = Leftovers(self.root, dry_run=dry_run)
+        return self.leftovers.sweep([one.space for one in found])
 
-    def evict(
-        self, limits: Mapping[str, Any], done: Collection, show: Show, *, dry_run: bool
-    ) -> bool:
+    def excess(self, limits: Mapping[str, Any], done: Collection) -> int:
+        from vua.capacity.gc import excess
+        from vua.capacity.removal import NOTHING
+
+        planned = sum(done.deleted.values(), NOTHING)
+        return excess(self.root, ResolvedLimits(**limits), done, planned)
+
+    def evict(self, limits: Mapping[str, Any], done: Collection, show: Show) -> bool:
         from vua.capacity.gc import evict
 
-        del dry_run  # the remover knows
-        evict(self.root, ResolvedLimits(**limits), done, show, self.remover)
+        evict(self.root, ResolvedLimits(**limits), done, show, self.immovable)
         return True
 
     def findings(self, security: Security, demand: Demand) -> Iterator[Finding]:
