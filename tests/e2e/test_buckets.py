@@ -139,9 +139,6 @@ class BucketTest(EngineTest):
         (found,) = run_json("verify", self.url, "--tenant-keys", keys)[1]["namespaces"]
         self.assertEqual([10, 10], list(found["sealed"].values()))
         self.assertEqual([10], list(found["authentic"].values()))
-        self.assertEqual(0, command("gc", self.url, "--lost-keys", "--tenant-keys", keys)[0])
-        self.assertEqual(10, self.arrived())
-        self.assertFalse(stored.keys() & self.chunks().keys())
 
     def tells_nothing(self, stored: dict[str, bytes], salt: str) -> None:
         """Neither names nor bytes of chunks are those that an engine without keys stores."""

@@ -73,8 +73,6 @@ class Collection:
     exact: bool = True
     within: bool = True
     """Whether the cache is within its limits now, except for what writers add meanwhile."""
-    lost_keys: DeletionTotals = NOTHING
-    """Deleted because the key that sealed it is gone."""
     evicted: DeletionTotals = NOTHING
     """Deleted because there was too much."""
     expired: DeletionTotals = NOTHING
@@ -100,7 +98,7 @@ class Collection:
     @property
     def deleted(self) -> dict[str, DeletionTotals]:
         """What was deleted, by reason."""
-        names = ("lost_keys", "evicted", "expired", "over_quota", "orphans", "leftovers")
+        names = ("evicted", "expired", "over_quota", "orphans", "leftovers")
         return {name: getattr(self, name) for name in names}
 
 

@@ -410,11 +410,6 @@ class NamespaceCatalog(ABC):
             else:
                 self.erase(some, done)
 
-    def sealed_with(self, chunk: ListedChunk) -> set[str]:
-        """Return the ids of the keys that seal a chunk's entries: "" if unsealed or unreadable."""
-        infos = [self.header(path) for path in chunk.paths]
-        return {one.seal_info.key_id if one is not None and one.kind else "" for one in infos}
-
     def quarantined(self) -> int:
         """Return the bytes in quarantine."""
         return sum(one.nbytes for one in self.beside if one.kind == "quarantined")

@@ -19,18 +19,14 @@ from vua.catalog.base import Ask, Catalog, NamespaceCatalog, Removal, resolve
 from vua.catalog.contents import SHORT
 from vua.errors import ConfigError, explaining
 from vua.io.words import counted, size
-from vua.security.keyring import KnownKeys
-from vua.security.settings import Security
 
 _AT_ONCE: Final = 256
 """Chunks whose headers are read between two progress reports."""
-Lost = Callable[[], frozenset[str]]
-"""Returns the ids of all keys that are not lost, as they are now."""
 
 
 def collect(
     catalog: Catalog, given: Limits, *, keep: bool = False, quick: bool = False,
-    lost: Lost | None = None, dry_run: bool = False, ask: Ask = silent, show: Show = silent,
+    dry_run: bool = False, ask: Ask = silent, show: Show = silent,
 ) -> Collection:  # fmt: skip
     """Bring a cache within its limits and sweep it.
 
@@ -42,8 +38,6 @@ def collect(
         given: limits beside those of ``bounds.json``; with ``keep`` they are written there.
         keep: see ``given``.
         quick: skip what needs a header of each chunk.
-        lost: chunks sealed with other keys than it returns are deleted: a tenant's, whose key was
-            deleted.
         dry_run: change nothing, and report what would be deleted.
         ask: asks before much is deleted.
         show: reports progress.
@@ -77,8 +71,6 @@ def collect(
             done.leftovers = DeletionTotals(*catalog.sweep(found, dry_run=dry_run))
             for space in found:
                 delete = partial(_delete, space, show=show, dry_run=dry_run)
-                if lost is not None:
-                    done.lost_keys += _delete_unreadable(space, lost, done, delete, show)
                 if not (quick or space.is_remote):
                     _delete_useless(space, limits["max_bytes_per_salt"], done, delete, show)
             if dry_run or not catalog.evict(limits, done, show):
@@ -98,39 +90,6 @@ def _delete(
     space.delete(some if dry_run else filter(still_goes, some), removal, dry_run=dry_run)
     listing.remove_doomed()
     return DeletionTotals(removal.chunks, removal.nbytes)
-
-
-def _delete_unreadable(
-    space: NamespaceCatalog, lost: Lost, done: Collection, delete: Callable[..., DeletionTotals],
-    show: Show,
-) -> DeletionTotals:  # fmt: skip
-    """Delete the chunks sealed with lost keys alone, children before parents.
-
-    Headers name keys alike in every namespace, so this needs no key, only the ids of the remaining
-    ones.
-    """
-    known, listing, count = lost(), space.names(show), 0
-
-    def is_lost(ids: set[str]) -> bool:
-        return bool(ids) and not {"", *known} & ids
-
-    for some in listing.parts(_AT_ONCE):
-        show(f"{space.name[:SHORT]}: reading headers", amount=count, unit="chunk")
-        count += len(some)
-        for one, ids in zip(some, space.each(space.sealed_with, some), strict=True):
-            if is_lost(ids):
-                info = space.header(one.paths[0])
-                listing.doom(one.name, -info.start if info is not None else 0)
-    if held := listing.spare_pinned():
-        stay = counted(held, "chunk", "is", "are")
-        done.problems.append(
-            f"{space.name[:SHORT]}: {stay} pinned and kept, with a lost key; "
-            "`vua pin DIR` lists pins, `vua rm DIR NAME --pinned` deletes"
-        )
-    if not listing.totals(doomed=True).chunks:
-        return NOTHING
-    known = lost()  # a key that was made meanwhile may have sealed some of them
-    return delete(listing, lambda one: is_lost(space.sealed_with(one)))
 
 
 def _delete_useless(
@@ -279,21 +238,3 @@ def _strays(
     """Return the names of what is not VUA's, as far as it was listed."""
     inside = [f"{one.name}/{path}" for one in ours for path in one.strays]
     return [*others, *(one.name for one in found if one not in ours), *inside]
-
-
-def key_ids(security: Security) -> frozenset[str]:
-    """Return the ids of all keys, read now; never none, as then every key would count as lost.
-
-    Raises ConfigError if no key is given, if a file is not a usable key, or if a directory of keys
-    holds none.
-    """
-    if security.key_file is None and security.tenant_keys is None:
-        msg = "--lost-keys needs the keys that are not lost: --key-file, --tenant-keys, or both"
-        raise ConfigError(msg)
-    known = KnownKeys(security)
-    if security.tenant_keys is not None and not known.tenants:
-        raise ConfigError(
-            f"--tenant-keys {security.tenant_keys} holds no key, so every tenant's chunks would "
-            "go; is it the right directory? Leave it out if that is meant (and give --key-file)"
-        )
-    return known.ids

@@ -175,11 +175,6 @@ class DirectoryNamespace(NamespaceCatalog):
                 raise OSError(errno.EINVAL, "not a regular file")
             return file.read(most)
 
-    def sealed_with(self, chunk: ListedChunk) -> set[str]:
-        names = [one for one in self.listed(chunk.name) if one.endswith(SUFFIX)]
-        paths = [f"{chunk_path(chunk.name)}/{one}" for one in names]
-        return super().sealed_with(chunk._replace(paths=paths))  # files may have come
-
     # -- what may be done to it -------------------------------------------------------------------
 
     def pin(self, chunk: str, *, on: bool = True) -> int:

@@ -14,8 +14,7 @@ from vua.capacity.removal import Collection
 from vua.capacity.upkeep import Totals, saved_today
 from vua.catalog import open_catalog
 from vua.catalog.base import Catalog, Look, Use, resolve
-from vua.catalog.check import NO_KEYS
-from vua.catalog.collect import collect, key_ids, remove
+from vua.catalog.collect import collect, remove
 from vua.catalog.contents import SHORT, Content
 from vua.cli.command import argument, asking, command, duration_s, lifetime_s, option
 from vua.cli.output import (
@@ -35,7 +34,6 @@ from vua.cli.output import (
 )
 from vua.errors import ConfigError, explaining
 from vua.io.words import about, counted, size
-from vua.security.settings import Security
 from vua.storage.location import is_url
 
 _LEFT: Final = ("within", "chunks", "nbytes", "exact", "free_nbytes")
@@ -278,42 +276,31 @@ def _show_collected(
 @_yes
 @option("--set", "write these limits to bounds.json, for all processes", name="keep")
 @option("--quick", "do not search for orphans and salts")
-@option("--lost-keys", "delete chunks sealed with any other key than the given ones")
 def gc(
     directory: str,
     *,
     keep: bool = False,
     quick: bool = False,
-    lost_keys: bool = False,
     dry_run: bool = False,
     yes: bool = False,
-    security: Security = NO_KEYS,
     min_free_inodes: str | None = None,
     **limits: Any,
 ) -> Report:
     """Bring a cache within its limits and sweep it; exit status 1 if it stays beyond them.
 
-    The limits are :class:`Limits`'s fields. ``keep`` writes them to ``bounds.json``; ``lost_keys``
-    deletes chunks sealed with none of the keys in ``security``; ``dry_run`` changes nothing. Exit
-    status 1 also if pins keep such chunks. Raises ConfigError, before any change, if one of the
-    keys cannot be read.
+    The limits are :class:`Limits`'s fields. ``keep`` writes them to ``bounds.json``; ``dry_run``
+    changes nothing.
     """
     inodes: int | str | None = min_free_inodes
     inodes = int(inodes) if inodes and str(inodes).isdigit() else inodes
     given = Limits(min_free_inodes=inodes, **limits)
     catalog = open_catalog(directory)
-    lost = partial(key_ids, security) if lost_keys else None
-    if lost is not None:
-        lost()
-    elif security != NO_KEYS:
-        raise ConfigError("keys are given but not used: did you mean --lost-keys?")
     with progress() as show:
         done = collect(
             catalog,
             given,
             keep=keep,
             quick=quick,
-            lost=lost,
             dry_run=dry_run,
             ask=asking(yes=yes),
             show=show,

@@ -230,7 +230,6 @@ class TestPackage(KeysTest):
         with mock.patch.dict(sys.modules, {"vua.security.seal": None}):
             for words in (
                 ("verify", self.cache),
-                ("gc", self.cache, "--lost-keys"),
                 ("explain", self.cache, "--tokens", self.tokens()),
             ):
                 for given in (("--key-file", self.key), ("--tenant-keys", self.keys)):

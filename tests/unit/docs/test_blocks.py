@@ -157,7 +157,7 @@ class BlockTest(unittest.TestCase):
                     for words in commands(block.text) if block.language == "bash" else []:
                         self.parse(words)
                         count += 1
-        self.assertLess(25, count)
+        self.assertLess(20, count)
 
     def parse(self, words: list[str]) -> None:
         if words[0] == "vua":
