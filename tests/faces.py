@@ -97,7 +97,7 @@ class Transformers:
 
         if limits:
             write_bounds(root, Limits(**limits))
-        self.block = reuse_prefixes(self.model(), root, chunk_tokens=64, load_policy="always")
+        self.block = reuse_prefixes(self.model(), root, chunk_tokens=64)
         self.prefixes = self.block.__enter__()
         self.prefixes.ready(60)
 

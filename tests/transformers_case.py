@@ -79,19 +79,19 @@ class TransformersTest(DirectoryTest):
         return AutoModelForCausalLM.from_pretrained(path or cls.path(), **settings).eval()
 
     def prefixes(self, model: Any, **settings: Any) -> Any:
-        """A `PrefixCache` in this test's store, which loads all that is stored."""
+        """A `PrefixCache` in this test's store."""
         from vua.transformers import PrefixCache
 
-        given = {"chunk_tokens": CHUNK, "load_policy": "always", **settings}
+        given = {"chunk_tokens": CHUNK, **settings}
         prefixes = PrefixCache(model, self.store, **given)
         self.addCleanup(prefixes.close)
         return prefixes
 
     def reusing(self, model: Any, **settings: Any) -> Any:
-        """A block in which a model reuses prefixes of this test's store; it loads all of them."""
+        """A block in which a model reuses prefixes of this test's store."""
         from vua.transformers import reuse_prefixes
 
-        given = {"chunk_tokens": CHUNK, "load_policy": "always", **settings}
+        given = {"chunk_tokens": CHUNK, **settings}
         return reuse_prefixes(model, self.store, **given)
 
     def ask(

@@ -88,7 +88,7 @@ def with_transformers(bench: Bench, path: Path, dtype: torch.dtype) -> Row:
     with reuse_prefixes(model, store) as prefixes:
         prefixes.ready()
         row["stored ms"] = round(1e3 * once(bench, first), 1)
-    with reuse_prefixes(model, store, load_policy="always") as prefixes:
+    with reuse_prefixes(model, store) as prefixes:
         prefixes.ready()
         row["load ms"] = milliseconds(bench, lambda: prefixes.load(ids))
         row["loaded ms"] = milliseconds(bench, first)

@@ -333,9 +333,7 @@ def generated(
     """For each prompt in turn: tokens loaded, and so many new ones; stored for other engines."""
     from vua.transformers import PrefixCache
 
-    with PrefixCache(
-        model, root, chunk_tokens=CHUNK, load_policy="always", share=share
-    ) as prefixes:
+    with PrefixCache(model, root, chunk_tokens=CHUNK, share=share) as prefixes:
         prefixes.ready()
         for prompt in prompts:
             ids = torch.tensor([prompt])

@@ -412,7 +412,7 @@ class FacesTest(DirectoryTest):
         places = [self.url, [str(self.root / "near"), self.url], self.url]
         lengths, outputs = [], []
         for place in places:
-            with PrefixCache(model, place, chunk_tokens=CHUNK, load_policy="always") as prefixes:
+            with PrefixCache(model, place, chunk_tokens=CHUNK) as prefixes:
                 prefixes.ready()
                 prefix = prefixes.load(ids)
                 lengths.append(prefix.num_tokens)

@@ -209,7 +209,7 @@ class ApartTest(EngineTest):
                 self.elsewhere(f"{name} {len(share)}".replace(" ", "-"))
                 model, settings = model_of(llama()), {"chunk_tokens": CHUNK, **share}
                 with (
-                    reuse_prefixes(model, self.root, load_policy="always", **settings) as prefixes,
+                    reuse_prefixes(model, self.root, **settings) as prefixes,
                     ExitStack() as stack,
                 ):
                     prefixes.ready()

@@ -177,8 +177,7 @@ class Trial:
 
     def reused(self, model: Any) -> Any:
         """The block in which a model changes."""
-        settings = {"chunk_tokens": CHUNK, "load_policy": "always", "share": self.share}
-        return reuse_prefixes(model, self.kind.store, **settings)
+        return reuse_prefixes(model, self.kind.store, chunk_tokens=CHUNK, share=self.share)
 
     def expect(self, what: str, expected: list[int], answer: list[int]) -> None:
         """Count a comparison; remember it where it fails."""
@@ -203,9 +202,7 @@ class Trial:
             self.kind.asked.append(prompt)
             for attempt in ("first", "second"):
                 model = self.load()
-                with reuse_prefixes(
-                    model, self.kind.store, chunk_tokens=CHUNK, load_policy="always"
-                ) as prefixes:
+                with reuse_prefixes(model, self.kind.store, chunk_tokens=CHUNK) as prefixes:
                     prefixes.ready()
                     if attempt == "second":
                         whole = (prompt.shape[1] - 1) // CHUNK

@@ -149,12 +149,9 @@ class LoadPolicy:
         model: Model,
         config: ConnectorConfig,
         *,
-        samples: bool = True,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Know nothing yet; ``samples``: compute the ends of some hits, to measure that."""
         self._model, self._clock, self._threads = model, clock, config.worker.load_threads
-        self._samples = samples
         policy = config.load_policy
         self._always, self._margin = policy == "always", _MARGIN
         if not isinstance(policy, str):
@@ -169,21 +166,20 @@ class LoadPolicy:
         self._probe_at_s: float | None = None  # when a load is tried; None: none are left out
         self._pause_s = _FIRST_PAUSE_S
 
-    def decide(self, start: int, stop: int, *, rows: int = 1, asked: bool = False) -> LoadDecision:
+    def decide(self, start: int, stop: int, *, asked: bool = False) -> LoadDecision:
         """Decide about tokens [start, stop) of a request, all of them stored.
 
-        ``rows``: sequences of that length that are loaded, or computed, together. ``asked``: the
-        client waited for them, so they are loaded. An engine may ask any number of times: a probe
-        begins only when it is ordered.
+        ``asked``: the client waited for them, so they are loaded. An engine may ask any number of
+        times: a probe begins only when it is ordered.
         """
-        load_s, compute_s = self._predict(start, stop, rows)
+        load_s, compute_s = self._predict(start, stop)
         wait_s = self._queue_s() if load_s is None else load_s
         ratio = 1.0 if self._probe_at_s is None else _RESUME_RATIO
         end, reason = stop, "unmeasured" if load_s is None or compute_s is None else "faster"
         if self._always or asked:
             reason = "asked"
         elif compute_s is None:
-            if load_s is not None and self._samples:
+            if load_s is not None:
                 end = max((start + stop) // 2, stop - _SAMPLE_TOKENS)
         elif wait_s * ratio <= self._margin * compute_s:
             self._probe_at_s = None
@@ -200,11 +196,11 @@ class LoadPolicy:
             end = end if self._model.plain and end < stop else stop
         return LoadDecision(end - start, reason)
 
-    def _predict(self, start: int, stop: int, rows: int) -> tuple[float | None, float | None]:
-        load_s = self._own_s(rows * self._model.loaded_nbytes(start, stop))
+    def _predict(self, start: int, stop: int) -> tuple[float | None, float | None]:
+        load_s = self._own_s(self._model.loaded_nbytes(start, stop))
         load_s = None if load_s is None else self._queue_s() + load_s
         compute_s = self.prefill.seconds(stop - start, start, MIN_MEASURED)
-        return load_s, None if compute_s is None else self._admitted_s + rows * compute_s
+        return load_s, None if compute_s is None else self._admitted_s + compute_s
 
     def _own_s(self, nbytes: int) -> float | None:
         byte_s = self._byte_s.at(max(1 / nbytes, self._byte_s.low), MIN_MEASURED)
@@ -224,8 +220,8 @@ class LoadPolicy:
     def admitted(self, start: int, stop: int) -> None:
         self._admitted_s += self.prefill.seconds(stop - start, start) or 0.0
 
-    def ordered(self, request_id: str, start: int, stop: int, *, rows: int = 1) -> None:
-        nbytes = rows * self._model.loaded_nbytes(start, stop)
+    def ordered(self, request_id: str, start: int, stop: int) -> None:
+        nbytes = self._model.loaded_nbytes(start, stop)
         self._running[request_id] = (nbytes, self._clock(), 0.0)
 
     def measured(self, seconds: Mapping[str, float]) -> None:

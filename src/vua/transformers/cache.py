@@ -22,9 +22,8 @@ import torch
 from torch.nn.functional import pad
 from transformers import DynamicCache
 
-from vua.connector.config import ConnectorConfig
 from vua.core import VUAConfig
-from vua.errors import ConfigError, InputError, VUAError
+from vua.errors import InputError, VUAError
 from vua.format.identity import Identity
 from vua.format.layout import KVLayout
 from vua.io.forks import new_lock
@@ -88,7 +87,6 @@ def rows_of(
 
 
 log = logging.getLogger(__name__)
-clock = time.monotonic
 
 _START_WAIT_S: Final = 1.0
 _ROUNDING: Final = {"F64": 1e-3, "F32": 1e-2, "F16": 0.05, "BF16": 0.1}
@@ -145,7 +143,7 @@ class _Note:
         if self._prefill is not None:
             rows, before, columns, began_s = self._prefill
             self._prefill = None
-            self.measured(rows, before, columns, clock() - began_s)
+            self.measured(rows, before, columns, time.monotonic() - began_s)
 
     def check_model(self, k: torch.Tensor, before: int) -> None:
         """Check the model that computes ``k``, [rows, heads, columns, dim], after other columns.
@@ -156,7 +154,7 @@ class _Note:
             self.prefill_ended()
             rows, columns = k.shape[0], k.shape[2]
             if columns > 1:
-                self._prefill = (rows, before, columns, clock())
+                self._prefill = (rows, before, columns, time.monotonic())
             if not self.problem and light_mark(self._model) != self._light:
                 self.problem = "a hook, a mode or a module changed while the model computed"
         except Exception as problem:  # noqa: BLE001 - the model's own, of any kind
@@ -204,7 +202,6 @@ class PrefixCache:
         chunk_tokens: int = 64,
         epoch: str = "",
         durable: bool = False,
-        load_policy: str | float = "faster",
         share: bool = False,
     ) -> None:
         """Use the directory ``path``, which is created (mode 0700) if missing.
@@ -222,11 +219,6 @@ class PrefixCache:
             chunk_tokens: tokens per chunk, the granularity of reuse.
             epoch: change it to ignore everything stored so far.
             durable: fsync each file. Without it a power cut may cost recent chunks.
-            load_policy: ``"faster"``: load a stored prefix unless computing it is predicted to take
-                less time. Both are measured: each load, and each prefill with a cache that `load`
-                returned. Until there are three of each, all that is stored is loaded.
-                ``"always"``: load it in any case. A number: skip a load that is predicted to take
-                more than this many times the compute time.
             share: store where vLLM's engines store for this checkpoint, so that they load it. For a
                 model that holds what its files hold, and is as it was loaded: vLLM compares, but
                 what differs little or seldom it may load before it finds that. Once something that
@@ -239,12 +231,6 @@ class PrefixCache:
             StorageError: the directory cannot be created.
         """
         VUAConfig(split_factor=chunk_tokens, epoch=epoch, durable=durable)  # checks them
-        policy = 1.0 if load_policy == "faster" else load_policy
-        try:
-            config = ConnectorConfig(shared_storage_path=str(path), load_policy=policy)
-        except ConfigError as problem:
-            text = str(problem).removeprefix("kv_connector_extra_config: ")  # vLLM's
-            raise ConfigError(text) from problem
         self._model, self._said = unwrapped(model), set[str]()
         self._settings: dict[str, Any] = {"chunk_tokens": chunk_tokens, "epoch": epoch}
         self._lock, place = new_lock(), locate(path)
@@ -252,12 +238,8 @@ class PrefixCache:
         def use(state: Description, mark: Mark) -> Description:
             def opened(identity: Identity) -> Stores:
                 # a model that changed is not the checkpoint's
-                return Stores(
-                    *(place, identity, state, config),
-                    clock=lambda: clock(),  # noqa: PLW0108 - tests replace it
-                    durable=durable,
-                    share=share and state is first,
-                )
+                sharing = share and state is first
+                return Stores(place, identity, state, durable=durable, share=sharing)
 
             state.mark, state.stored = mark, LazyStore(state.weights(), opened, log)
             return state
@@ -327,7 +309,7 @@ class PrefixCache:
         *,
         attention_mask: torch.Tensor | None = None,
     ) -> Prefix:
-        """Return the longest stored prefix, in whole chunks, if that is worth it (``load_policy``).
+        """Return the longest stored prefix, in whole chunks.
 
         At least one token of each sequence is left, because `generate` must compute one. Before the
         model is identified nothing is found. For a batch, as many columns are filled as all of its
@@ -384,10 +366,10 @@ class PrefixCache:
         stores: Stores | None = state.stored.usable()
         if stores is None:
             return 0
-        began_s = clock()
+        began_s = time.monotonic()
         found, columns, longest = list[Sequence[LayerCache]](), 0, [0] * len(rows)
         for place in stores.places:
-            longer, more = self._read(stores, place, rows, columns, longest)
+            longer, more = self._read(place, rows, columns, longest)
             if more and (not isinstance(place, Engine) or place.agrees(rows, longer, more)):
                 found, columns = longer, more
         for row, stored in zip(rows, longest, strict=True):
@@ -402,7 +384,7 @@ class PrefixCache:
             mine = [layers[number] if layers else None for layers in found]
             filled.update(*self._joined(rows, mine, columns, number), number)
         tokens = columns - min(row.padding for row in rows)
-        stores.loaded(len(rows), tokens, clock() - began_s)
+        stores.savings.loaded(tokens, 0, time.monotonic() - began_s, len(rows))
         return columns
 
     def _other_ids(self, ids: torch.Tensor, first: LayerCache, known: int = 0) -> str:
@@ -425,7 +407,8 @@ class PrefixCache:
     def _computed(self, rows: int, before: int, columns: int, took_s: float) -> None:
         """Learn how long a prefill took; where it is still unknown what is stored, nothing."""
         if (stores := self._state.stored.usable()) is not None:
-            stores.computed(rows, before, columns, took_s)
+            together = rows * columns
+            stores.prefill.measured(together, together * (before + columns / 2), took_s)
 
     def _say(self, reason: str) -> bool:
         if reason and reason not in self._said:
@@ -434,12 +417,7 @@ class PrefixCache:
         return bool(reason)
 
     def _read(
-        self,
-        stores: Stores,
-        place: StoredLayers,
-        rows: Sequence[Row],
-        least: int,
-        longest: list[int],
+        self, place: StoredLayers, rows: Sequence[Row], least: int, longest: list[int]
     ) -> tuple[list[Sequence[LayerCache]], int]:
         """Return the layers of each row, and how many columns all rows have; 0 if one has none.
 
@@ -448,7 +426,7 @@ class PrefixCache:
         A row that is padding up to there has no layers.
         """
         most, size = [len(row.ids) - 1 for row in rows], self.layout.chunk_tokens
-        padding, worth = min(row.padding for row in rows), None
+        padding = min(row.padding for row in rows)
         if least >= min(
             row.padding + end // size * size for row, end in zip(rows, most, strict=True)
         ):
@@ -457,9 +435,6 @@ class PrefixCache:
             ends = [place.longest(row.ids[:end]) for row, end in zip(rows, most, strict=True)]
             longest[:] = map(max, longest, ends)
             columns = min(row.padding + end for row, end in zip(rows, ends, strict=True))
-            if columns > padding and worth is None:
-                worth = padding + stores.worth_loading(len(rows), columns - padding)
-            columns = min(columns, columns if worth is None else worth)
             if columns <= max(padding, least):
                 break
             found: list[Sequence[LayerCache]] = []

@@ -14,7 +14,6 @@ load is compared. Only where the operator says so is something stored for vLLM.
 from __future__ import annotations
 
 import logging
-import threading
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -23,14 +22,13 @@ from typing import TypeVar
 import torch
 from transformers import DynamicCache
 
-from vua.connector.cache_spec import Group, Model
-from vua.connector.config import ConnectorConfig
-from vua.connector.load_policy import LoadPolicy, Replies
+from vua.connector.cache_spec import Group
+from vua.connector.load_policy import PrefillSpeed, Replies
 from vua.connector.savings import Savings
 from vua.connector.setup import devices
 from vua.errors import VUAError
 from vua.format.identity import Identity
-from vua.io.forks import new_lock
+from vua.security.settings import Security
 from vua.storage.location import Location
 from vua.transformers.layers import LayerCache, StoredLayers, groups_of
 from vua.transformers.model import Description
@@ -134,8 +132,6 @@ class Stores:
         place: Location,
         identity: Identity,
         described: Description,
-        config: ConnectorConfig,
-        clock: Callable[[], float],
         *,
         durable: bool,
         share: bool,
@@ -146,21 +142,14 @@ class Stores:
             place: the cache's location, as `vua.store.place.locate` returns it.
             identity: with the weights.
             described: the model in this state.
-            config: its load policy counts.
-            clock: returns seconds.
             durable: fsync each file.
             share: store for vLLM.
         """
         self._place, self._durable, self._replies = place, durable, Replies()
         self._identity, self._described = identity, described
-        blocks = (identity.chunk_tokens,) * len(described.groups)
-        model = Model(identity, described.groups, blocks)
-        self._policy = LoadPolicy(model, config, samples=False, clock=clock)
-        self._savings = Savings(self._policy.prefill)
-        self._savings.keep_at(str(place), f"{identity.namespace} {devices()}", config.security)
-        self._told = False
-        """Whether a line has said that stored tokens are computed."""
-        self._lock = new_lock()
+        self.prefill = PrefillSpeed(identity.chunk_tokens)
+        self.savings = Savings(self.prefill)
+        self.savings.keep_at(str(place), f"{identity.namespace} {devices()}", Security())
         named = described.named(identity, self._probe_name())
         self._own = self._at(named, described.groups, StoredLayers)
         engines = list[Engine]()
@@ -203,44 +192,14 @@ class Stores:
         return where.save(ids, layers, may, loaded, prompt)
 
     def close(self) -> None:
-        self._savings.close()
+        self.savings.close()
         for stored in self.places:
             stored.close()
-
-    # -- what loads and prefills take ---------------------------------------------------------
-
-    def worth_loading(self, rows: int, tokens: int) -> int:
-        """Return how many of so many stored tokens of each row to load: 0 or part if slower."""
-        with self._lock:
-            decision = self._policy.decide(0, tokens, rows=rows)
-            level = logging.INFO if decision.left_out and not self._told else logging.DEBUG
-            self._told |= decision.left_out
-        text = "%d stored tokens of %d rows: %s%s"
-        more = "; they are computed, and loads are tried again" * decision.left_out
-        log.log(level, text, tokens, rows, decision, more)
-        return decision.tokens
 
     def looked_up(self, stored: int, tokens: int) -> None:
         """Note that so many of a row's tokens are stored."""
         name, size = self.identity.namespace, self._identity.chunk_tokens
-        self._savings.looked_up(name, stored // size, (tokens - 1) // size, size)  # one is computed
-
-    def loaded(self, rows: int, tokens: int, took_s: float) -> None:
-        """Note how long it took to load so many tokens of each row."""
-        name = f"{threading.get_ident()}"
-        with self._lock:
-            self._policy.ordered(name, 0, tokens, rows=rows)
-            self._policy.measured({name: took_s})
-            self._policy.ended(name)
-        self._savings.loaded(tokens, 0, took_s, rows)
-
-    def computed(self, rows: int, before: int, tokens: int, took_s: float) -> None:
-        """Note how long it took to compute so many tokens of each row, after earlier ones."""
-        together = rows * tokens
-        with self._lock:
-            self._policy.prefill.measured(together, together * (before + tokens / 2), took_s)
-
-    # -- the probe ----------------------------------------------------------------------------
+        self.savings.looked_up(name, stored // size, (tokens - 1) // size, size)  # one is computed
 
     def _probe_name(self) -> str:
         """Return the name of the stored probe that agrees with the model's, or store its own."""

@@ -15,7 +15,7 @@ from helpers import in_child, keys_of, weights_known_later
 from small_models import make_model
 from transformers_case import CHUNK, GREEDY, WINDOW, TransformersTest, computed, empty, prompt_of
 from vua import ConfigError, InputError
-from vua.capacity.upkeep import parted_at
+from vua.capacity.upkeep import parted_at, saved_at
 from vua.format.identity import Identity, config_digest, counted_fields, named_by
 from vua.format.layout import KVLayout
 from vua.weights import weights_fingerprint
@@ -346,46 +346,18 @@ class TestTransformers(TransformersTest):
         ends = {"whole": 2, "128": 1, "16": 1, "short": 1}
         self.assertEqual({prefixes.identity.namespace: ends}, noted)
 
-    @pytest.mark.thorough
-    def test_slower_than_computing(self) -> None:
-        """Where loads take longer than prefills do, prompts are computed; both are measured."""
-        from vua.transformers.layers import StoredLayers
-
-        model, now_s, pause_s, read = self.load(), [0.0], [0.0], StoredLayers.read
+    def test_seconds_saved(self) -> None:
+        """Three measured prefills give a load its price."""
+        model = self.load()
         self.stored(model)
-
-        def slowly(*args: Any) -> Any:
-            now_s[0] += pause_s[0]
-            return read(*args)
-
-        self.enterContext(mock.patch.object(StoredLayers, "read", slowly))
-        self.enterContext(mock.patch("vua.transformers.cache.clock", side_effect=lambda: now_s[0]))
-        for policy, expected in (("faster", 0), ("always", 144), (2.0, 0)):
-            with self.subTest(policy=policy):
-                prefixes = self.prefixes(model, load_policy=policy)
-                pause_s[0] = 10.0
-                for _ in range(3):
-                    prefix = prefixes.load(PROMPT)
-                    self.assertEqual(144, prefix.num_tokens)
-                    other = torch.randint(4, 512, (1, 150))
-                    empty = prefixes.load(other)
-                    model.generate(other, past_key_values=empty.cache, max_new_tokens=1)
-                    now_s[0] += 1.0
-                    prefixes.save(other, empty.cache)
-                batch = torch.cat([PROMPT, PROMPT])
-                with self.assertLogs("vua.transformers", "DEBUG") as logs:
-                    self.assertEqual(expected, prefixes.load(PROMPT).num_tokens)
-                    self.assertEqual(expected, prefixes.load(batch).num_tokens)
-                told = [line for line in logs.output if line.startswith("INFO")]
-                self.assertEqual(int(not expected), len(told))
-                self.assertRegex("".join(told), "144 stored .* computed|^$")
-
-                pause_s[0] = 0.01
-                for _ in range(8):  # a pause, then parts of prompts are tried, then all is loaded
-                    now_s[0] += 100.0
-                    prefix = prefixes.load(PROMPT)
-                self.assertEqual(144, prefix.num_tokens)
-                self.assertEqual(prefixes.load(PROMPT).num_tokens, 144)
+        prefixes = self.prefixes(model)
+        for first in range(3):
+            other = torch.cat([PROMPT[:, first : first + 1], PROMPT], dim=1)
+            self.assertEqual(0, (prefix := prefixes.load(other)).num_tokens)
+            prefixes.save(other, computed(model, other, prefix.cache))
+        self.assertEqual(144, prefixes.load(PROMPT).num_tokens)
+        prefixes.close()
+        self.assertEqual(144, sum(one.priced_tokens for one in saved_at(self.store).values()))
 
     @pytest.mark.thorough
     def test_what_was_loaded_is_not_looked_at(self) -> None:

@@ -226,7 +226,6 @@ class WaysOfUseTest(TransformersTest):
             lambda: reuse_prefixes(str(self.path()), self.store),
             lambda: reuse_prefixes(model, 7),  # type: ignore[arg-type]
             lambda: reuse_prefixes(model, self.store, chunk_tokens=0),
-            lambda: reuse_prefixes(model, self.store, load_policy="soon"),
         )
         for block in wrong:
             with self.assertRaises((ConfigError, TypeError)), block():
