@@ -7,8 +7,6 @@ is cached, since the weights would be unknown.
 
 from __future__ import annotations
 
-import functools
-import re
 import sys
 import time
 from collections.abc import Callable
@@ -16,14 +14,12 @@ from types import FrameType
 from typing import Any, Final
 
 from vua.connector.cache_spec import UncachedError
-from vua.connector.extras import Content
 from vua.connector.log import logger
 from vua.connector.weights_watch import Snapshot
 from vua.weights import process_began_s
 
 log = logger("worker")
 
-_ADAPTERS: Final = b"vua.sglang.lora.v1"
 _UPDATES: Final = (
     "update_weights_from_disk",
     "load_weights_from_distributed",
@@ -34,12 +30,6 @@ _UPDATES: Final = (
 )
 """The methods by which a model runner of SGLang gets new weights; other changes are seen in
 memory."""
-_MAKES_REQUESTS: Final = "_create_generation_req"
-_ID: Final = re.compile(r"[0-9a-f]{32}")
-"""An adapter's id, as SGLang makes them."""
-_NO_ADAPTER: Final = "|no-adapter"
-_OTHER_ID: Final = "|adapter"
-_LIKE_AN_ADAPTER: Final = re.compile(r"(?:[0-9a-f]{32}|\|no-adapter|\|adapter)\Z")
 
 
 def passes_prefix_keys() -> bool:
@@ -51,20 +41,17 @@ def passes_prefix_keys() -> bool:
 class Engine:
     """The engine that creates a backend, watched from its start on. Thread-safe."""
 
-    def __init__(self, runner: Any, scheduler: Any) -> None:
+    def __init__(self, runner: Any) -> None:
         """Watch SGLang's model runner; :meth:`find` calls this. Raises UncachedError."""
         self.runner: Any = runner
         self.loaded_s = process_began_s()
         """When the weights' loading began at the earliest, in seconds since the epoch."""
-        self.adapters = _adapters(runner.lora_manager)
-        """The content of the LoRA adapters that it was started with, by SGLang's id."""
         self._snapshot, self._left = Snapshot(runner.model), False
         updater = runner.weight_updater
         if missing := [name for name in _UPDATES if not hasattr(updater, name)]:
             msg = f"SGLang's weight updater has no {missing[0]}: updates could not be noticed"
             raise UncachedError(msg)
         runner.weight_updater = _Updater(updater, self)
-        _keep_adapters_apart(scheduler)
 
     @classmethod
     def find(cls) -> Engine:
@@ -74,11 +61,10 @@ class Engine:
         its weights may have changed since its start.
         """
         runner: Any = None
-        owner: Any = None
         starting = False
         for frame in _callers():
-            owner = frame.f_locals.get("self")
-            runner = getattr(getattr(owner, "tp_worker", None), "model_runner", None)
+            worker = getattr(frame.f_locals.get("self"), "tp_worker", None)
+            runner = getattr(worker, "model_runner", None)
             if callable(getattr(getattr(runner, "model", None), "modules", None)):
                 starting = frame.f_code.co_name == "__init__"
                 break
@@ -92,7 +78,7 @@ class Engine:
                 "VUA was attached to a running server, whose weights may have been updated before; "
                 "start SGLang with VUA, then it can be detached and attached again"
             )
-        return cls(runner, owner)
+        return cls(runner)
 
     def proof(self) -> Callable[[], bool]:
         """Return a function that checks, on any thread, for still the same weights.
@@ -130,67 +116,6 @@ class _Updater:
             return found(*args, **named)
 
         return update if name in _UPDATES else found
-
-
-def _adapters(manager: Any) -> dict[str, str]:
-    """Return digests of the adapters that SGLang's LoRA manager (or None) has loaded, by id.
-
-    An id is in the names of all pages that its adapter computes. SGLang derives the ids of initial
-    adapters from their names and paths, so another adapter at the same path has the same id. The
-    ids of adapters that are loaded later are drawn anew each time.
-
-    Raises UncachedError: one of them holds something without canonical bytes.
-    """
-    found = {}
-    for name, adapter in (manager.loras if manager else {}).items():
-        held = [
-            adapter.config.hf_config,
-            [layer.weights for layer in adapter.layers],
-            adapter.embedding_layers,
-            adapter.added_tokens_embeddings,
-        ]
-        found[name] = Content(held, _ADAPTERS, copied=False).digest()
-    return found
-
-
-def kept_apart(extra_key: str | None, lora_id: str | None) -> str | None:
-    """Return the ``extra_key`` of a request, changed if it looks like one with an adapter.
-
-    SGLang appends an adapter's id to a request's ``extra_key``, and names pages by the result. A
-    client may send a key that ends with such an id: it gets an ending that no adapter has.
-    Different keys stay different, and all other keys stay unchanged.
-
-    Args:
-        extra_key: as SGLang made it; with an adapter it ends with ``lora_id``.
-        lora_id: the adapter's; None: the request has none.
-
-    >>> kept_apart("tenant", None), kept_apart("0" * 32, None), kept_apart("0" * 32, "0" * 32)
-    ('tenant', '00000000000000000000000000000000|no-adapter', '00000000000000000000000000000000')
-    """
-    if lora_id is not None:
-        return extra_key if _ID.fullmatch(lora_id) else f"{extra_key}|{len(lora_id)}{_OTHER_ID}"
-    if extra_key is not None and _LIKE_AN_ADAPTER.search(extra_key):
-        return extra_key + _NO_ADAPTER
-    return extra_key
-
-
-def _keep_adapters_apart(scheduler: Any) -> None:
-    """Wrap the method that creates requests.
-
-    Raises UncachedError: SGLang creates them elsewhere.
-    """
-    make = getattr(scheduler, _MAKES_REQUESTS, None)
-    if make is None:
-        msg = f"SGLang's scheduler has no {_MAKES_REQUESTS}: adapters cannot be kept apart"
-        raise UncachedError(msg)
-
-    @functools.wraps(make)
-    def made(*args: Any, **named: Any) -> Any:
-        request = make(*args, **named)
-        request.extra_key = kept_apart(request.extra_key, request.lora_id)
-        return request
-
-    setattr(scheduler, _MAKES_REQUESTS, made)
 
 
 def _callers() -> list[FrameType]:

@@ -3,7 +3,7 @@
 The identity is computed from the served model's files, and from all arguments and environment
 variables that are in no table of ``excluded.json``, each with its reason there. Those that a new
 release adds count: that costs hits, never a wrong hit. A test walks those of the release that VUA
-knows. A file's name counts with the file's content. A value without a canonical form is refused.
+knows. A value without a canonical form is refused, and so is a file's name.
 
 Code is part of the setup (`vua.connector.setup`), not of the identity: engines that run other code
 compare. But one that runs other code than SGLang's has a namespace of its own. It is named by the
@@ -18,14 +18,13 @@ import os
 import secrets
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
-import sglang
 import torch
-from packaging.version import InvalidVersion, Version
 from sglang.srt.environ import envs
 from sglang.srt.mem_cache.hicache_storage import PoolName
 from sglang.srt.plugins.hook_registry import HookRegistry
@@ -58,8 +57,6 @@ from vua.serdes import DTYPE_NAMES
 from vua.sglang.engine import Engine
 from vua.sglang.session import Part, Pools
 from vua.sglang.transfers import HostPages
-from vua.weights import identify_weights
-from vua.weights.content import State, Work, read_digest
 from vua.weights.fingerprint import code_digest
 
 KNOWN: Final = (PoolName.KV, PoolName.SWA)
@@ -188,10 +185,6 @@ COUNTED_VARIABLES: Final = frozenset(_TABLES["counted_variables"])
 """Variables of no family that count if they are set; the rest do not."""
 _EXCLUDED: Final = listed(EXCLUDED)
 _EXCLUDED_VARIABLES: Final = listed(EXCLUDED_VARIABLES)
-_SINKS: Final = ("fa3", "fa4", "triton", "trtllm_mha", "aiter", "intel_amx", "intel_xpu", "xpu")
-"""Attention backends of SGLang that read a layer's sinks."""
-_SOFT_CAPS: Final = ("fa3", "fa4", "triton", "flashinfer", "aiter")
-"""Attention backends of SGLang that read a layer's soft cap."""
 
 
 def settings_that_count(arguments: Any, folder: Path | None = None) -> dict[str, Any]:
@@ -201,7 +194,7 @@ def settings_that_count(arguments: Any, folder: Path | None = None) -> dict[str,
         arguments: SGLang's ``ServerArgs``.
         folder: the model's, in which files may be named.
 
-    Raises UncachedError: a value has no canonical form, or a file cannot be read.
+    Raises UncachedError: a value has no canonical form, or names a file.
     """
     found = {}
     for name in arguments.__struct_fields__:
@@ -211,84 +204,38 @@ def settings_that_count(arguments: Any, folder: Path | None = None) -> dict[str,
         if any(type(value) is type(one) and value == one for one in NEUTRAL.get(name, ())):
             continue
         what = f"argument {name}"
-        found[name] = _with_files(setting_form(value, what), what, folder)
+        found[name] = setting_form(value, what)
+        _check_no_file(found[name], what, folder)
     return found
 
 
-def variables_that_count(environment: Mapping[str, str]) -> dict[str, Any]:
+def variables_that_count(environment: Mapping[str, str]) -> dict[str, str]:
     """Return the environment variables that may change what an engine computes.
 
-    Raises UncachedError: a file that one names cannot be read.
+    Raises UncachedError: one names a file.
     """
     found = {}
     for name, value in sorted(environment.items()):
         known = name in COUNTED_VARIABLES or name.startswith(FAMILIES)
         if not known or name in _EXCLUDED_VARIABLES or value == "":
             continue
-        found[name] = _text(value, f"environment variable {name}", None)
+        found[name] = value
+        _check_no_file(value, f"environment variable {name}")
     return found
 
 
-def attention_that_counts(runner: Any) -> dict[str, Any]:
-    """Return the effects of the choice of kernels beyond rounding.
-
-    An attention backend that ignores soft caps or sinks computes another function for a model that
-    has them; an engine whose results must be equal bit by bit shares only with engines like it.
-    """
-    arguments, found = runner.server_args, dict[str, Any]()
-    backends = sorted({runner.prefill_attention_backend_str, runner.decode_attention_backend_str})
-    layers = list(runner.model.modules())
-    capped = any(getattr(one, "logit_cap", None) for one in layers)
-    tempered = any(getattr(one, "xai_temperature_len", -1) > 0 for one in layers)
-    names = (name for name, _ in runner.model.named_parameters())
-    sinks = any(name.rpartition(".")[2] in ("sinks", "attention_sink_bias") for name in names)
-    unread = (capped and not set(backends) <= set(_SOFT_CAPS)) or (
-        sinks and not set(backends) <= set(_SINKS)
-    )
-    if unread or tempered or arguments.enable_deterministic_inference:
-        found["attention"] = backends
-    if arguments.enable_deterministic_inference:
-        device = torch.device(arguments.device or "cpu")
-        cuda = device.type == "cuda" and torch.cuda.is_available()
-        found["device"] = torch.cuda.get_device_name() if cuda else device.type
-    if (precision := torch.get_float32_matmul_precision()) != "highest":
-        found["float32_matmul_precision"] = precision
-    return found
-
-
-# -- values --------------------------------------------------------------------------------------
-
-
-def _with_files(value: Any, what: str, folder: Path | None) -> Any:
-    if isinstance(value, list):
-        return [_with_files(each, what, folder) for each in value]
-    if isinstance(value, dict):
-        return {name: _with_files(each, what, folder) for name, each in value.items()}
-    return _text(value, what, folder) if isinstance(value, str) else value
-
-
-def _text(value: str, what: str, folder: Path | None) -> Any:
-    """Return a text: JSON by its value, the name of a file or directory by its content."""
-    if value.lstrip().startswith(("{", "[")):
-        try:
-            return _with_files(json.loads(value), what, folder)
-        except (ValueError, RecursionError):
-            return value
-    try:
-        for path in (Path(value), *((folder / value,) if folder else ())):
-            if value and path.is_file():
-                return {"file": path.name, "content": read_digest(path, State.of(path), Work())}
-            if value and path.is_dir():
-                files = sorted(one for one in path.rglob("*") if one.is_file())
-                names = [one.relative_to(path).as_posix() for one in files]
-                digest = identify_weights(files).fingerprint if files else ""
-                return {"folder": path.name, "names": names, "content": digest}
-    except (OSError, ConfigError) as problem:
-        msg = f"SGLang's {what} names {value!r}, which cannot be read: {problem}"
-        raise UncachedError(msg) from problem
-    except ValueError:  # not the name of a file
-        return value
-    return value
+def _check_no_file(value: Any, what: str, folder: Path | None = None) -> None:
+    """Raise UncachedError for a setting that names a file, also within JSON: its content counts."""
+    if isinstance(value, list | dict):
+        for each in value.values() if isinstance(value, dict) else value:
+            _check_no_file(each, what, folder)
+    if not isinstance(value, str) or not value:
+        return
+    with suppress(ValueError, RecursionError, OSError):  # no JSON; no file's name
+        if value.lstrip().startswith(("{", "[")):
+            _check_no_file(json.loads(value), what, folder)
+        elif Path(value).exists() or (folder is not None and (folder / value).exists()):
+            raise UncachedError(f"SGLang's {what} names {value!r}, whose content is unknown")
 
 
 _ELSEWHERE: Final = "weights, or K and V, come from another process, which is unknown"
@@ -332,6 +279,8 @@ def pools_of(engine: Engine, pools: Mapping[str, Any], rank_config: Any, *, epoc
     for name in pools:
         check_name(name)
     _check_supported(arguments, models, rank_config, text is whole)
+    if runner.lora_manager is not None:
+        raise UncachedError("LoRA adapters: SGLang names their pages by ids, not by their content")
     setup = setup_of(runner, pools.values())
     if setup.epoch:
         log.warning(
@@ -341,7 +290,9 @@ def pools_of(engine: Engine, pools: Mapping[str, Any], rank_config: Any, *, epoc
         )
     groups = groups_of(runner, pools, dtype_of(pool), latent=latent)
     config = dict(text.to_dict())
-    config |= _counted(engine, pool, directory, config)
+    config |= _counted(runner, pool, directory, config)
+    if arguments.enable_deterministic_inference:  # equal bit by bit
+        config["vua.sglang_setup"] = setup.digest
     if arguments.trust_remote_code and (code := _code(text, directory)):
         config["vua.code"] = code
     config |= division(list(groups.values()))
@@ -373,20 +324,14 @@ def pools_of(engine: Engine, pools: Mapping[str, Any], rank_config: Any, *, epoc
     return Pools(parts, model, setup.digest, vllm if alike else None)
 
 
-def _counted(
-    engine: Engine, pool: Any, directory: Path, config: Mapping[str, Any]
-) -> dict[str, Any]:
+def _counted(runner: Any, pool: Any, directory: Path, config: Mapping[str, Any]) -> dict[str, Any]:
     """Return what counts beside the model's own config."""
-    runner = engine.runner
     arguments, models = runner.server_args, runner.model_config
     longest = config.get("max_position_embeddings")
     past = isinstance(longest, int) and models.context_len > longest  # its table of rotations ends
     found = {
         "": settings_that_count(arguments, directory),
         "_environment": variables_that_count(os.environ),
-        "_kernels": attention_that_counts(runner),
-        "_build": _build(),
-        "_adapters": dict(engine.adapters),
         "_dtype": None if runner.dtype == pool.dtype else str(runner.dtype),
         "_quantization": models.quantization and str(models.quantization),
         # SGLang chooses the frequencies once, by this length
@@ -403,14 +348,6 @@ def check_name(name: str) -> None:
             f"the engine has a pool {getattr(name, 'value', name)!r} (a state, an index or a "
             "draft model), which is not stored"
         )
-
-
-def _build() -> str | None:
-    try:
-        released = Version(sglang.__version__).local is None
-    except InvalidVersion:
-        released = False
-    return None if released else str(sglang.__version__)
 
 
 def _check_supported(
@@ -504,6 +441,7 @@ def setup_of(runner: Any, pools: Iterable[Any] = ()) -> Setup:
             for name in arguments.__struct_fields__
             if name not in _APART
         }
+        config["precision"] = torch.get_float32_matmul_precision()
         beside = {name: each for name, each in beside.items() if hasattr(each, "__dict__")}
         beside |= {type(pool).__name__: type(pool) for pool in pools}
         _resolve(runner.model)

@@ -5,10 +5,9 @@ that hangs is left alone for a while.
 
 The settings are in SGLang's extra configuration beside SGLang's own. SGLang's page hashes are VUA's
 chunk names. SGLang passes a backend the hashes of some pages and of all pages before them, never
-tokens. A request's cache salt, ``extra_key`` and LoRA adapter are in the hash of its first page, as
-a seed in place of the missing parent. So such pages have SGLang's own names: they match no other
-salt, and no other engine's. An adapter appears there by SGLang's id; its content is in the identity
-(`vua.sglang.identity`).
+tokens. A request's cache salt and ``extra_key`` are in the hash of its first page, as a seed in
+place of the missing parent. So such pages have SGLang's own names: they match no other salt, and no
+other engine's.
 
 Whether what a lookup finds is loaded or computed is decided as in `vua.connector.load_policy`, for
 an engine without visible steps: its speed is measured from outside. Pages that a lookup did not

@@ -16,6 +16,7 @@ another kind is not cached.
 
 from __future__ import annotations
 
+import re
 import threading
 from collections.abc import Mapping, Sequence
 from functools import partial
@@ -23,7 +24,6 @@ from typing import Any, Final
 
 import sglang
 import torch
-from packaging.version import InvalidVersion, Version
 from sglang.srt.mem_cache.hicache_storage import (
     HiCacheStorage,
     PoolName,
@@ -48,7 +48,7 @@ from vua.weights import Identification, Weights, checkpoint_files, identify_weig
 
 log = logger("worker")
 
-RELEASE: Final = Version("0.5.23")
+RELEASE: Final = "0.5.23"
 """The backend is tested with it. It relies on more than the documented interface: which thread
 calls it, the names of pages, the forms of the host pools, the updates of weights."""
 
@@ -58,11 +58,7 @@ def check_version() -> None:
 
     Raises ConfigError with the version found, the one it needs, and what to do.
     """
-    try:
-        found = Version(sglang.__version__)
-    except InvalidVersion:  # a custom build: its maker knows
-        return
-    if found.release != RELEASE.release:
+    if not re.match(rf"{re.escape(RELEASE)}(?!\d)", sglang.__version__):
         raise ConfigError(
             f"SGLang {sglang.__version__} is not supported: this version of VUA works with "
             f"{RELEASE}. Install it, or look for another version of VUA"

@@ -48,7 +48,7 @@ from vua.store.writer import Writers
 log = logger("worker")
 
 KIND: Final = ("",)
-"""It counts for all prompts: SGLang does not tell a backend which have an adapter."""
+"""One for all prompts: none has an adapter."""
 _MOST_OPEN: Final = 64
 """Comparisons at once; the oldest is given up for another."""
 _LOOK_EVERY_S: Final = 10.0
@@ -208,22 +208,9 @@ class Comparisons:
             self._of(store).learn(*store.refused.popitem())
 
 
-_PAIRS: Final = {
-    "layer_first": "LTHD",
-    "page_first": "TLHD",
-    "page_first_direct": "PLSHD",
-    "page_head": "PHSLD",
-    "page_unified": "PGLSHD",
-}
-"""Axes of K, and of V, by the layout's name: pages P of slots S, or tokens T (both in one); layers,
-heads H (in groups G), and the elements D of a row."""
-_LATENT: Final = {
-    "layer_first": "LTHD",
-    "page_first": "TLHD",
-    "page_first_direct": "PLSHD",
-    "page_unified": "PLSD",
-}
-"""The same of one latent (MLA)."""
+_AXES: Final = {"layer_first": "LTHD", "page_first": "TLHD", "page_first_direct": "PLSHD"}
+"""Axes of K, of V, or of one latent (MLA), by the layout's name: pages P of slots S, or tokens T
+(both in one); layers, heads H, and the elements D of a row."""
 
 
 class HostPages:
@@ -236,13 +223,12 @@ class HostPages:
     def __init__(self, pool: Any, *, latent: bool) -> None:
         """Inspect ``pool``, an ``MHATokenToKVPoolHost`` or an ``MLATokenToKVPoolHost``."""
         arrays = _arrays(pool, latent=latent)
-        axes = (_LATENT if latent else _PAIRS)[pool.layout]
         self.page_tokens: int = pool.page_size
         self._pages: int = pool.page_num
         try:
             self._parts = [
                 PagedKV(
-                    _layers(array, axes, self.page_tokens),
+                    _layers(array, _AXES[pool.layout], self.page_tokens),
                     latent_form(self.page_tokens, array.shape[-1]),
                     self.page_tokens,
                 )
@@ -281,17 +267,12 @@ class HostPages:
 
 def _arrays(pool: Any, *, latent: bool) -> list[torch.Tensor]:
     """Return the pool's tensors of K and of V, or the one of latents. Raises UncachedError."""
-    known = _LATENT if latent else _PAIRS
-    if pool.layout not in known:
-        msg = f"host memory layout {pool.layout!r} is not supported; use one of {', '.join(known)}"
+    if pool.layout not in _AXES:
+        msg = f"host memory layout {pool.layout!r} is not supported; use one of {', '.join(_AXES)}"
         raise UncachedError(msg)
     if pool.kv_buffer is None:
         raise UncachedError("this rank has no host pages of its own, which is not supported")
-    if latent:
-        return [pool.kv_buffer]
-    if pool.layout == "page_unified":
-        return [pool.kv_buffer[:, :, :, at] for at in range(2)]
-    return [pool.k_buffer, pool.v_buffer]
+    return [pool.kv_buffer] if latent else [pool.k_buffer, pool.v_buffer]
 
 
 def _layers(array: torch.Tensor, axes: str, page_tokens: int) -> list[torch.Tensor]:
@@ -300,13 +281,7 @@ def _layers(array: torch.Tensor, axes: str, page_tokens: int) -> list[torch.Tens
         at = axes.index("T")
         array = array.view(*array.shape[:at], -1, page_tokens, *array.shape[at + 1 :])
         axes = axes.replace("T", "PS")
-    if "H" not in axes:
-        array, axes = array.unsqueeze(-2), axes.replace("D", "HD")
-    if "G" not in axes:
-        array, axes = array.unsqueeze(0), "G" + axes
-    array = array.permute([axes.index(axis) for axis in "LPGHSD"])
-    layers, pages, groups, heads, slots, dim = array.shape
-    return list(array.view(layers, pages, groups * heads, slots, dim).unbind(0))
+    return list(array.permute([axes.index(axis) for axis in "LPHSD"]).unbind(0))
 
 
 log = logger("worker")

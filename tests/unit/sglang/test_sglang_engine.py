@@ -11,7 +11,6 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
-from uuid import NAMESPACE_URL, uuid5
 
 import pytest
 import torch
@@ -33,8 +32,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")  # SGLang's, abou
 
 PAGE, LAYERS, HEADS, DIM, TOKENS = 16, 4, 4, 16, 64
 LATENT = 40
-MHA_LAYOUTS = ("layer_first", "page_first", "page_first_direct", "page_head", "page_unified")
-MLA_LAYOUTS = ("layer_first", "page_first", "page_first_direct", "page_unified")
+LAYOUTS = ("layer_first", "page_first", "page_first_direct")
 
 
 def mha(layout: str, heads: int = HEADS, first_layer: int = 0, layers: int = LAYERS) -> Any:
@@ -108,18 +106,11 @@ def slots(*pages: int) -> torch.Tensor:
 
 def rows(pool: Any, page: int) -> list[torch.Tensor]:
     """K and V of a page as SGLang's own comments order them: ``[layers, slots, heads, dim]``."""
-    flat = pool.get_data_page(page * PAGE, flat=False) if pool.layout != "page_unified" else None
+    flat = pool.get_data_page(page * PAGE, flat=False)
     heads, layers = pool.head_num, pool.layer_num
-    if pool.layout == "layer_first":
-        return list(flat.reshape(2, layers, PAGE, heads, DIM))
     if pool.layout == "page_first":
         return list(flat.reshape(2, PAGE, layers, heads, DIM).transpose(1, 2))
-    if pool.layout == "page_first_direct":
-        return list(flat.reshape(2, layers, PAGE, heads, DIM))
-    if pool.layout == "page_head":
-        return list(flat.reshape(2, heads, PAGE, layers, DIM).permute(0, 3, 2, 1, 4))
-    unified = pool.kv_buffer[page]  # [groups, layers, K and V, slots, heads, dim]
-    return [unified[0, :, at] for at in range(2)]
+    return list(flat.reshape(2, layers, PAGE, heads, DIM))
 
 
 def plain(layout: KVLayout) -> Group:
@@ -146,11 +137,11 @@ class PoolTest(DirectoryTest):
     def test_layouts(self) -> None:
         """What a pool of any layout stores a pool of any other loads, as SGLang sees them."""
         layout = KVLayout(LAYERS, HEADS, DIM, DIM, "F32", PAGE)
-        for at, one in enumerate(MHA_LAYOUTS):
+        for at, one in enumerate(LAYOUTS):
             source = mha(one)
             keys = KeyChain(token_ids([at] * 3 * PAGE), PAGE).first(3)
             self.transfers(source, layout.full, layout).save(keys, slots(5, 1, 3))
-            for other in MHA_LAYOUTS:
+            for other in LAYOUTS:
                 with self.subTest(one=one, other=other):
                     target = mha(other)
                     target.kv_buffer.fill_(-1)
@@ -215,7 +206,7 @@ class PoolTest(DirectoryTest):
         self.assertEqual([(layout.full, rank == 0) for rank in range(4)], shards)
         keys = KeyChain(token_ids([7] * 2 * PAGE), PAGE).first(2)
         self.transfers(source, layout.full, layout).save(keys, slots(1, 4))
-        for name in MLA_LAYOUTS:
+        for name in LAYOUTS:
             with self.subTest(name):
                 target = mla(name)
                 target.kv_buffer.fill_(-1)
@@ -331,14 +322,6 @@ class Scheduler:
 
         return Engine.find()
 
-    def _create_generation_req(self, *_: Any, **given: Any) -> Any:
-        return SimpleNamespace(**given)
-
-    def request(self, **given: Any) -> str | None:
-        """The key of a request that SGLang makes."""
-        made: Any = self._create_generation_req(None, **given)
-        return made.extra_key  # type: ignore[no-any-return]
-
 
 class Starting(Scheduler):
     """A scheduler that makes VUA at its start."""
@@ -385,27 +368,6 @@ class BackendTest(DirectoryTest):
         with torch.no_grad():
             scheduler.model.weight.add_(1)
         self.assertFalse(scheduler.engine.unchanged())
-
-    def test_requests_with_an_adapters_id(self) -> None:
-        """No client's extra key names what an adapter computes, and all others stay."""
-        from vua.sglang.engine import kept_apart
-
-        one, other = uuid5(NAMESPACE_URL, "one\0/adapters/one").hex, "0" * 32
-        scheduler = Starting(self.root)
-        for key in (None, "", "tenant", one[:31], f"{one}x"):
-            self.assertEqual(key, scheduler.request(extra_key=key, lora_id=None))
-        for before in ("", "tenant"):
-            key = before + one
-            self.assertEqual(key, scheduler.request(extra_key=key, lora_id=one))
-            self.assertNotEqual(key, scheduler.request(extra_key=key, lora_id=None))
-        ends = ("", one, other, "|no-adapter", "|adapter", "|4|adapter")
-        clients = [a + b + c for a in ends for b in ends for c in ends]
-        found: dict[str | None, tuple[str, str | None]] = {}
-        for lora in (None, one, other, "odd"):
-            for client in set(clients):
-                key = kept_apart(client + (lora or ""), lora)
-                self.assertNotIn(key, found)
-                found[key] = (client, lora)
 
     def test_attached_later(self) -> None:
         """An engine not watched from its start on is refused: its weights may be others."""

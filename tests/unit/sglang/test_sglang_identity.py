@@ -37,7 +37,6 @@ from vua.sglang.identity import (  # noqa: E402 - likewise
     EXCLUDED_VARIABLES,
     FAMILIES,
     NEUTRAL,
-    attention_that_counts,
     settings_that_count,
     setup_of,
     variables_that_count,
@@ -159,29 +158,19 @@ class ArgumentsTest(DirectoryTest):
             counted(quantization=object())
 
     def test_files(self) -> None:
-        """A file or a folder that an argument names counts by its content, not by its place."""
-
-        def said(name: str, value: str) -> dict[str, Any]:
-            return settings_that_count(server(**{name: value}), self.root)
-
-        one, other = self.root / "a" / "scales.json", self.root / "b" / "scales.json"
-        for at, text in ((one, '{"k": 1}'), (other, '{"k": 1}')):
-            at.parent.mkdir()
-            at.write_text(text)
+        """An argument that names a file or a folder is refused: nobody knows its content."""
+        file = self.root / "scales.json"
+        file.write_text('{"k": 1}')
         for name, value in (
-            ("decrypted_config_file", "a/scales.json"),  # SGLang looks in the model's folder
-            ("quantization_param_path", str(one)),
-            ("model_loader_extra_config", json.dumps({"path": str(one)})),
-            ("kt_weight_path", str(one.parent)),
+            ("decrypted_config_file", file.name),  # SGLang looks in the model's folder
+            ("quantization_param_path", str(file)),
+            ("model_loader_extra_config", json.dumps({"path": [str(file)]})),
+            ("kt_weight_path", str(self.root)),
         ):
-            with self.subTest(name):
-                one.write_text('{"k": 1}')
-                before = said(name, value)
-                same = str(value).replace("/a/", "/b/").replace("a/scales", "b/scales")
-                if name != "kt_weight_path":  # a folder's own name counts
-                    self.assertEqual(before, said(name, same))
-                one.write_text('{"k": 2}')
-                self.assertNotEqual(before, said(name, value))
+            with self.subTest(name), self.assertRaisesRegex(UncachedError, name):
+                settings_that_count(server(**{name: value}), self.root)
+        with self.assertRaisesRegex(UncachedError, "SGLANG_SCALES"):
+            variables_that_count({"SGLANG_SCALES": str(file)})
 
 
 class VariablesTest(DirectoryTest):
@@ -314,24 +303,3 @@ class SetupTest(DirectoryTest):
             self.assert_unusual(served, f"code of {package.stem}")
             with mock.patch.dict("os.environ", {"SGLANG_EXTERNAL_MODEL_PACKAGE": package.stem}):
                 self.assertEqual([], setup_of(served).unusual)
-
-    def test_attention(self) -> None:
-        """A backend counts where the model needs what it does not read, or where bits count."""
-
-        def kernels(cap: float, backend: str, *, exact: bool = False) -> dict[str, Any]:
-            layer = torch.nn.Linear(4, 4)
-            layer.logit_cap = cap
-            arguments = SimpleNamespace(enable_deterministic_inference=exact, device="cpu")
-            chosen = dict.fromkeys(
-                ("prefill_attention_backend_str", "decode_attention_backend_str"), backend
-            )
-            return attention_that_counts(
-                SimpleNamespace(model=layer, server_args=arguments, **chosen)
-            )
-
-        for cap, backend in ((0.0, "torch_native"), (0.0, "triton"), (50.0, "triton")):
-            self.assertEqual({}, kernels(cap, backend))
-        self.assertEqual({"attention": ["torch_native"]}, kernels(50.0, "torch_native"))
-        exact = [kernels(0.0, backend, exact=True) for backend in ("triton", "torch_native")]
-        self.assertNotEqual(*exact)
-        self.assertNotIn({}, exact)

@@ -65,7 +65,7 @@ def pool(layout: str = "page_first", layers: int = LAYERS, heads: int = HEADS) -
 class HostPagesTest(unittest.TestCase):
     def test_unknown_layout(self) -> None:
         """A layout that is not known is refused with its name and those that are."""
-        with self.assertRaisesRegex(UncachedError, "page_first_kv_split.*page_head"):
+        with self.assertRaisesRegex(UncachedError, "page_first_kv_split.*page_first_direct"):
             HostPages(pool("page_first_kv_split"), latent=False)
 
     def test_slots(self) -> None:
