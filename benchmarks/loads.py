@@ -26,8 +26,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 sys.path.append(str(Path(__file__).resolve().parents[1] / "tests"))
 
-from saves import LLAMA_8B
-from throttle import ThrottledStorage
+from saves import LLAMA_8B, Bandwidth
 from vua.connector.cache_spec import Group, Model
 from vua.connector.config import ConnectorConfig
 from vua.connector.group_transfer import Rank
@@ -36,11 +35,28 @@ from vua.connector.worker import WorkerSide
 from vua.device.buffers import StagingBuffer
 from vua.format.identity import Identity
 from vua.format.keys import KeyChain, token_ids
+from vua.storage.base import Batch, ReadResult, Storage
 from vua.store.writer import EntryWriter
+from vua.testing import FaultyStorage
 from vua.vllm import page_layout
 
 BLOCKS = 8
 """Blocks that there are: a prompt's table names them again and again."""
+
+
+class SlowStorage(FaultyStorage):
+    """A storage whose reads share a bandwidth, which includes its own time."""
+
+    def __init__(self, storage: Storage, bytes_per_s: float) -> None:
+        super().__init__(storage, {})
+        self._bandwidth = Bandwidth(bytes_per_s)
+
+    def read(self, batch: Batch) -> ReadResult:
+        """Read entries at the limited speed."""
+        began_s = time.monotonic()
+        filled = self.inner.read(batch)
+        self._bandwidth(filled.count * batch.nbytes, began_s)
+        return filled
 
 
 def worker(root: str) -> WorkerSide:
@@ -88,9 +104,7 @@ def main() -> None:
         buffer.bytes[:] = np.random.default_rng(1).integers(0, 256, buffer.bytes.size, np.uint8)
         for key in keys:
             EntryWriter(group.store, buffer.memory).save([key])
-        group.store.storage = ThrottledStorage(
-            group.store.storage, bytes_per_s=1e9 * asked.gb_per_s
-        )
+        group.store.storage = SlowStorage(group.store.storage, 1e9 * asked.gb_per_s)
         if not asked.copies:
             group._scatter = lambda _, some, *__: some[-1].stop  # type: ignore[method-assign]
         table = [at % BLOCKS for at in range(len(keys))]

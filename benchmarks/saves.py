@@ -80,10 +80,12 @@ class Bandwidth:
     def __init__(self, bytes_per_s: float) -> None:
         self._bytes_per_s, self._free_at, self._lock = bytes_per_s, 0.0, threading.Lock()
 
-    def __call__(self, nbytes: int) -> None:
-        """Wait for as long as writing so many bytes takes."""
+    def __call__(self, nbytes: int, began_s: float = 0.0) -> None:
+        """Wait for as long as so many bytes take, from ``began_s`` on (monotonic); 0: from now."""
         with self._lock:
-            self._free_at = max(time.monotonic(), self._free_at) + nbytes / self._bytes_per_s
+            self._free_at = (
+                max(began_s or time.monotonic(), self._free_at) + nbytes / self._bytes_per_s
+            )
             end = self._free_at
         time.sleep(max(0.0, end - time.monotonic()))
 

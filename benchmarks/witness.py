@@ -20,16 +20,19 @@ import json
 import multiprocessing
 import os
 import random
+import re
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 from unittest import mock
 
 import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
 
-from e2e.checkpoints import WEIGHTS, make_variant
+from e2e.checkpoints import ADAPTED, remade
 from small_models import ENGINE_ENVIRONMENT, make_model
 from vua.device.buffers import StagingBuffer
 from vua.format.keys import KeyChain, token_ids
@@ -53,6 +56,79 @@ ARITHMETIC: dict[str, dict[str, Any]] = {
 def rope(**changed: Any) -> dict[str, Any]:
     """Other rotary embeddings."""
     return {"rope_parameters": changed}
+
+
+Change = Callable[[str, Tensor, torch.Generator], Tensor]
+"""What becomes of a weight, by its name."""
+
+
+def make_variant(source: Path, target: Path, kind: str) -> Path:
+    """Copy a checkpoint with its weights changed by one of `WEIGHTS`; return ``target``."""
+    noise = torch.Generator().manual_seed(7)
+    remade(source, target, lambda name, old: WEIGHTS[kind](name, old, noise).to(old.dtype))
+    if kind == "layers swapped":
+        file = target / "model.safetensors"
+        swapped = {_other_layer(name): weight for name, weight in load_file(file).items()}
+        save_file(swapped, file, metadata={"format": "pt"})
+    return target
+
+
+def _other_layer(name: str) -> str:
+    return re.sub(r"\.layers\.([01])\.", lambda at: f".layers.{1 - int(at[1])}.", name)
+
+
+def _tuned(strength: float) -> Change:
+    """Every matrix moved by so much of its own size, at random: as after a short fine-tuning."""
+
+    def change(_: str, weight: Tensor, noise: torch.Generator) -> Tensor:
+        if weight.dim() < 2:
+            return weight
+        step = torch.randn(weight.shape, generator=noise) * weight.float().std() * strength
+        return weight.float() + step
+
+    return change
+
+
+def _low_rank(strength: float) -> Change:
+    """q_proj and v_proj moved by so much of their size as by an adapter of rank 8, merged."""
+
+    def change(name: str, weight: Tensor, noise: torch.Generator) -> Tensor:
+        if not name.endswith(ADAPTED):
+            return weight
+        rows, columns = weight.shape
+        step = torch.randn(rows, 8, generator=noise) @ torch.randn(8, columns, generator=noise)
+        return weight.float() + step * (strength * weight.float().norm() / step.norm())
+
+    return change
+
+
+def _rounded(most: float, whole: Callable[[Tensor], Tensor]) -> Change:
+    """The matrices of the layers rounded as a quantisation does, with one scale per row."""
+
+    def change(name: str, weight: Tensor, _: torch.Generator) -> Tensor:
+        if "proj" not in name:
+            return weight
+        scale = weight.float().abs().amax(dim=1, keepdim=True).clamp_min(1e-12) / most
+        return whole(weight.float() / scale).float() * scale
+
+    return change
+
+
+def _in(part: str, change: Callable[[Tensor], Tensor]) -> Change:
+    """All weights of one kind changed alike."""
+    return lambda name, weight, _: change(weight.float()) if part in name else weight
+
+
+WEIGHTS: Final[dict[str, Change]] = {
+    **{f"tuned {part} %": _tuned(part / 100) for part in (10, 3, 1, 0.3, 0.1)},
+    **{f"adapter {part} %": _low_rank(part / 100) for part in (10, 3, 1)},
+    "int8 weights": _rounded(127.0, torch.round),
+    "fp8 weights": _rounded(448.0, lambda steps: steps.to(torch.float8_e4m3fn)),
+    "layers swapped": _in("", lambda weight: weight),
+    "tokens off by one": _in("embed_tokens", lambda weight: weight.roll(-1, dims=0)),
+    "V scaled by 1.05": _in("v_proj", lambda weight: weight * 1.05),
+    "K scaled by 1.05": _in("k_proj", lambda weight: weight * 1.05),
+}
 
 
 def engine(settings: dict[str, Any], root: Path, prompts: Prompts) -> None:

@@ -13,8 +13,6 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any, Final
 from urllib.parse import urlsplit
 
-from throttle import Link
-
 HARMS: Final = ("slow", "stalled", "503", "429", "reset", "truncated", "flipped")
 
 REFUSALS: Final = {
@@ -46,7 +44,6 @@ FLIPPED_UPLOAD: Final = "flipped upload"
 _BODY_HASH: Final = "x-amz-content-sha256"
 _POLL_S: Final = 0.05
 _STALL_S: Final = 30.0
-_PIECE_NBYTES: Final = 64 << 10
 
 
 class FaultyProxy:
@@ -63,16 +60,13 @@ class FaultyProxy:
         plan: Callable[[int, str, str], str] = lambda *_: "",
         *,
         delay_s: float = 0.05,
-        bytes_per_s: float | None = None,
         tls: ssl.SSLContext | None = None,
     ) -> None:
         """Listen on a free port of the loopback, for ``endpoint`` (``http://host:port``).
 
-        ``delay_s`` delays an answer that is ``slow``, ``bytes_per_s`` is the bandwidth shared by
-        all bodies of requests and answers; None: no limit. With ``tls``, which has a certificate of
+        ``delay_s`` delays an answer that is ``slow``. With ``tls``, which has a certificate of
         127.0.0.1, clients speak https to the proxy.
         """
-        self.link = Link(bytes_per_s)
         self.plan, self.delay_s = plan, delay_s
         self.counts: Counter[str] = Counter()
         """Requests by harm, or "" if they were passed on unharmed."""
@@ -128,7 +122,6 @@ class _Handler(BaseHTTPRequestHandler):
     def _pass_on(self) -> None:
         proxy = self.server.proxy
         body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
-        proxy.link.pass_through(len(body))
         harm = proxy.plan(next(proxy.numbers), self.command, self.path)
         proxy.counts[harm] += 1
         proxy.unsigned[self.command] += self.headers.get(_BODY_HASH) == "UNSIGNED-PAYLOAD"
@@ -199,10 +192,7 @@ class _Handler(BaseHTTPRequestHandler):
             self.send_header(name, value)
         self.end_headers()
         if self.command != "HEAD":
-            for start in range(0, len(data), _PIECE_NBYTES):
-                piece = data[start : start + _PIECE_NBYTES]
-                self.server.proxy.link.pass_through(len(piece))
-                self.wfile.write(piece)
+            self.wfile.write(data)
 
     def _cut(self) -> None:
         self.close_connection = True

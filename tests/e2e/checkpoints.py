@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import json
-import re
 import shutil
 import sys
 import types
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
 import numpy as np
 import torch
@@ -35,9 +34,7 @@ SIZES: dict[str, Any] = {
 """Of the small models that are made from a configuration of transformers."""
 
 _WHOLE = "model.safetensors"
-_ADAPTED = ("q_proj.weight", "v_proj.weight")
-Change = Callable[[str, Tensor, torch.Generator], Tensor]
-"""What becomes of a weight, by its name."""
+ADAPTED = ("q_proj.weight", "v_proj.weight")
 
 
 def with_biases(at: Path, model_type: str, **config: Any) -> Path:
@@ -115,23 +112,6 @@ def _weights(model: Path) -> dict[str, torch.Tensor]:
     return weights
 
 
-def make_variant(source: Path, target: Path, kind: str) -> Path:
-    """Copy the checkpoint at ``source`` to ``target`` with its weights changed; return ``target``.
-
-    Args:
-        source: a directory with one ``model.safetensors``.
-        target: is replaced.
-        kind: one of :data:`WEIGHTS`.
-    """
-    noise = torch.Generator().manual_seed(7)
-    remade(source, target, lambda name, old: WEIGHTS[kind](name, old, noise).to(old.dtype))
-    if kind == "layers swapped":
-        weights = _weights(target)
-        swapped = {_other_layer(name): weight for name, weight in weights.items()}
-        save_file(swapped, target / _WHOLE, metadata={"format": "pt"})
-    return target
-
-
 def make_adapter(
     at: Path, source: Path, *, seed: int = 0, rank: int = 8, alpha: int = 8, strength: float = 0.05
 ) -> Path:
@@ -159,7 +139,7 @@ def make_adapter(
     (at / "adapter_config.json").write_text(json.dumps(config), encoding="utf-8")
     noise, adapter = torch.Generator().manual_seed(seed), {}
     for name, weight in sorted(load_file(source / _WHOLE).items()):
-        if not name.endswith(_ADAPTED):
+        if not name.endswith(ADAPTED):
             continue
         rows, columns = weight.shape
         down = torch.randn(rank, columns, generator=noise)
@@ -170,64 +150,6 @@ def make_adapter(
         adapter[f"{stem}.lora_B.weight"] = (up * scale).to(weight.dtype)
     save_file(adapter, at / "adapter_model.safetensors")
     return at
-
-
-def _other_layer(name: str) -> str:
-    return re.sub(r"\.layers\.([01])\.", lambda at: f".layers.{1 - int(at[1])}.", name)
-
-
-def _tuned(strength: float) -> Change:
-    """Every matrix moved by so much of its own size, at random: as after a short fine-tuning."""
-
-    def change(_: str, weight: Tensor, noise: torch.Generator) -> Tensor:
-        if weight.dim() < 2:
-            return weight
-        step = torch.randn(weight.shape, generator=noise) * weight.float().std() * strength
-        return weight.float() + step
-
-    return change
-
-
-def _low_rank(strength: float) -> Change:
-    """q_proj and v_proj moved by so much of their size as by an adapter of rank 8, merged."""
-
-    def change(name: str, weight: Tensor, noise: torch.Generator) -> Tensor:
-        if not name.endswith(_ADAPTED):
-            return weight
-        rows, columns = weight.shape
-        step = torch.randn(rows, 8, generator=noise) @ torch.randn(8, columns, generator=noise)
-        return weight.float() + step * (strength * weight.float().norm() / step.norm())
-
-    return change
-
-
-def _rounded(most: float, whole: Callable[[Tensor], Tensor]) -> Change:
-    """The matrices of the layers rounded as a quantisation does, with one scale per row."""
-
-    def change(name: str, weight: Tensor, _: torch.Generator) -> Tensor:
-        if "proj" not in name:
-            return weight
-        scale = weight.float().abs().amax(dim=1, keepdim=True).clamp_min(1e-12) / most
-        return whole(weight.float() / scale).float() * scale
-
-    return change
-
-
-def _in(part: str, change: Callable[[Tensor], Tensor]) -> Change:
-    """All weights of one kind changed alike."""
-    return lambda name, weight, _: change(weight.float()) if part in name else weight
-
-
-WEIGHTS: Final[dict[str, Change]] = {
-    **{f"tuned {part} %": _tuned(part / 100) for part in (10, 3, 1, 0.3, 0.1)},
-    **{f"adapter {part} %": _low_rank(part / 100) for part in (10, 3, 1)},
-    "int8 weights": _rounded(127.0, torch.round),
-    "fp8 weights": _rounded(448.0, lambda steps: steps.to(torch.float8_e4m3fn)),
-    "layers swapped": _in("", lambda weight: weight),
-    "tokens off by one": _in("embed_tokens", lambda weight: weight.roll(-1, dims=0)),
-    "V scaled by 1.05": _in("v_proj", lambda weight: weight * 1.05),
-    "K scaled by 1.05": _in("k_proj", lambda weight: weight * 1.05),
-}
 
 
 IMAGE_TOKEN = 4

@@ -18,7 +18,7 @@ from unittest import mock
 
 import pytest
 
-from e2e.checkpoints import make_adapter, make_variant
+from e2e.checkpoints import make_adapter, remade
 from e2e.harness import (
     PROMPT,
     SETTLE,
@@ -41,8 +41,8 @@ EVERY = {
 }  # whatever a busy machine makes of it
 SAMPLE = "vua.weights.content._SAMPLE_NBYTES"
 REPLACED = "vllm.model_executor.layers.linear.UnquantizedLinearMethod.apply"
-WEIGHTS = ("tuned 1 %", "V scaled by 1.05", "K scaled by 1.05")
-"""`benchmarks/witness.py` measures all kinds; larger changes of a kind are easier to see."""
+SCALED = ("k_proj", "v_proj")
+"""By 1.05; `benchmarks/witness.py` measures more kinds of changes."""
 ROPE = {"rope_parameters": {"rope_type": "default", "rope_theta": 10100.0}}
 
 
@@ -165,20 +165,20 @@ class WitnessTest(EngineTest):
         found: dict[str, str] = {}
         self.ask(found, "block size", lambda: self.confused(base, engine={"block_size": 64}))
         self.assertEqual({"block size": "loaded"}, found)  # the negative control
-        for kind in WEIGHTS:
-            other = make_variant(base, self.folder / "variant", kind)
-            self.ask(found, kind, lambda other=other: self.confused(other))  # type: ignore[misc]
+        for part in SCALED:
+            other = remade(
+                base,
+                self.folder / "variant",
+                lambda name, weight, part=part: weight * 1.05 if part in name else weight,
+            )
+            self.ask(found, part, lambda other=other: self.confused(other))  # type: ignore[misc]
         self.ask(found, "rope", lambda: self.confused(base, engine={"hf_overrides": ROPE}))
         self.ask(found, "adapter on", lambda: self.confused(base, lora=adapter))
         self.ask(found, "adapter off", lambda: self.confused(base, root=adapted))
-        other = str(make_adapter(self.folder / "alpha", base, alpha=16))
-        self.ask(found, "other alpha", lambda: self.confused(base, lora=other, root=adapted))
+        alpha = str(make_adapter(self.folder / "alpha", base, alpha=16))
+        self.ask(found, "other alpha", lambda: self.confused(base, lora=alpha, root=adapted))
 
-        self.assertEqual(8, len(found))
-        self.assert_all_found(found)
-
-    def assert_all_found(self, found: dict[str, str]) -> None:
-        """All confusions were found in the first prompt, and the control is none."""
+        self.assertEqual(7, len(found))
         missed = {name: said for name, said in found.items() if "explains" not in said}
         self.assertEqual({"block size": "loaded"}, missed)
 
