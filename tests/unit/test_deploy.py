@@ -12,7 +12,6 @@ import shlex
 import shutil
 import subprocess
 import sys
-import tempfile
 import unittest
 from pathlib import Path
 from typing import Any
@@ -37,7 +36,6 @@ DEPLOY = ROOT / "deploy"
 RULES, DASHBOARD = DEPLOY / "vua-alerts.yml", DEPLOY / "grafana-vua.json"
 QUERY = re.compile(r"(vua_[a-z_]+)(?:\{([^}]*)\})?")
 PROMTOOL = shutil.which("promtool")
-HADOLINT = Path(sys.executable).with_name("hadolint")
 
 
 def problems(text: str) -> list[str]:
@@ -111,14 +109,6 @@ class ImageTest(unittest.TestCase):
         self.assertLessEqual(set(added), {*extras["crypto"], *extras["object"]})
         self.assertLessEqual({"cryptography", "obstore"}, {one.partition(">=")[0] for one in added})
 
-    @unittest.skipUnless(HADOLINT.exists(), "hadolint is not installed")
-    def test_hadolint(self) -> None:
-        done = subprocess.run(
-            [str(HADOLINT), str(DEPLOY / "docker" / "Dockerfile")],
-            capture_output=True, text=True, check=False,
-        )  # fmt: skip
-        self.assertEqual(0, done.returncode, done.stdout + done.stderr)
-
 
 class DeployTest(unittest.TestCase):
     def test_names(self) -> None:
@@ -151,24 +141,6 @@ class DeployTest(unittest.TestCase):
 
 yaml: Any = pytest.importorskip("yaml")
 CHANNELS = ROOT / "deploy" / "channels"
-KUSTOMIZE = os.environ.get("VUA_KUSTOMIZE")
-DECODE = {
-    "apiVersion": "apps/v1",
-    "kind": "Deployment",
-    "metadata": {"name": "decode"},
-    "spec": {
-        "selector": {"matchLabels": {"app": "decode"}},
-        "template": {
-            "metadata": {"labels": {"app": "decode"}},
-            "spec": {"containers": [{"name": "modelserver", "image": "vllm/vllm-openai:v0.33.0"}]},
-        },
-    },
-}
-CLAIM = {
-    "apiVersion": "v1",
-    "kind": "PersistentVolumeClaim",
-    "metadata": {"name": "llm-d-kv-cache-storage"},
-}
 
 
 def objects(name: str) -> Any:
@@ -248,50 +220,6 @@ class ChannelTest(unittest.TestCase):
         wanted = {one.replace("xxhash", "python-xxhash") for one in project["dependencies"]}
         run = {one.replace(" ", "") for one in recipe["requirements"]["run"]}
         self.assertEqual((wanted | {"python"}, __version__), (run, recipe["context"]["version"]))
-
-    def test_rattler(self) -> None:
-        """rattler-build takes the recipe, and none with a field that it does not know."""
-        rattler = pytest.importorskip("rattler_build", reason="`dev.py channels` installs it")
-        text = (CHANNELS / "conda-forge" / "recipe.yaml").read_text("utf-8")
-        variants = rattler.VariantConfig.from_yaml("c_stdlib: [sysroot]")
-        made = rattler.Stage0Recipe.from_yaml(text).render(variants)
-        self.assertEqual(1, len(made))
-        with self.assertRaises(rattler.RattlerBuildError):
-            rattler.Stage0Recipe.from_yaml(text.replace("license_file:", "license_files:"))
-
-    @unittest.skipUnless(KUSTOMIZE, "`dev.py channels` installs kustomize")
-    def test_kustomize(self) -> None:
-        """The overlay for llm-d goes over its deployment, and over none of another name."""
-        made = self.rendered(DECODE)
-        pod = next(one for one in made if one["kind"] == "Deployment")["spec"]["template"]["spec"]
-        (container,) = pod["containers"]
-        self.assertEqual("vllm-vua:latest", container["image"])
-        self.assertEqual(
-            {"VUA_PATH": "/mnt/files-storage/vua", "XDG_CACHE_HOME": "/mnt/files-storage/state"},
-            {one["name"]: one["value"] for one in container["env"]},
-        )
-        (volume,) = pod["volumes"]
-        self.assertEqual(CLAIM["metadata"]["name"], volume["persistentVolumeClaim"]["claimName"])
-        with self.assertRaisesRegex(AssertionError, "decode"):
-            self.rendered({**DECODE, "metadata": {"name": "prefill"}})
-
-    def rendered(self, deployment: dict[str, Any]) -> list[Any]:
-        """What kustomize makes of the overlay, with what lies below it in llm-d's tree."""
-        root = Path(tempfile.mkdtemp())
-        self.addCleanup(shutil.rmtree, root)
-        place = root / "guides/tiered-prefix-cache/modelserver/gpu/vllm/vua/fs/base"
-        shutil.copytree(CHANNELS / "llm-d", place)
-        below = (place / "../../../base", place / "../../../../../../manifests/pvc")
-        for folder, one in zip(below, (deployment, CLAIM), strict=True):
-            folder.mkdir(parents=True)
-            (folder / "one.yaml").write_text(json.dumps(one), "utf-8")
-            prefix = "namePrefix: gpu-vllm-\n" if one is deployment else ""
-            (folder / "kustomization.yaml").write_text(f"{prefix}resources: [one.yaml]\n", "utf-8")
-        done = subprocess.run(
-            [KUSTOMIZE or "", "build", str(place)], capture_output=True, text=True, check=False
-        )
-        self.assertEqual(0, done.returncode, done.stderr)
-        return list(yaml.safe_load_all(done.stdout))
 
     def test_check(self) -> None:
         """A setting, class, connector or place that VUA does not take is noticed."""

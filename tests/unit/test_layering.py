@@ -5,8 +5,9 @@ from __future__ import annotations
 import ast
 import re
 import unittest
+from itertools import chain, pairwise
 
-from helpers import TESTS
+from helpers import ROOT, TESTS
 from imports import FLOORS, circle, existing, imported_names, sources
 from properties import settings
 
@@ -139,6 +140,17 @@ class TestLayering(unittest.TestCase):
             ["b", "c", "d", "b"], circle({"a": {"b"}, "b": {"c"}, "c": {"d"}, "d": {"b"}})
         )
         self.assertEqual([], circle({"a": {"b", "c"}, "b": {"d"}, "c": {"d"}}))
+
+    def test_page(self) -> None:
+        """docs/architecture.md lists the rooms in the order of the layers, the lowest last."""
+        text = (ROOT / "docs" / "architecture.md").read_text("utf-8")
+        listed = text[text.index("## Rooms") : text.index("## Three")]
+        first = [line.split(": ")[0] for line in listed.splitlines() if line.startswith("- ")]
+        rows = [re.findall(r"`([a-z_]+)`", rooms) for rooms in first]
+        floors = [[floor_of(f"vua.{room}") or 0 for room in row] for row in rows]
+        self.assertEqual(sorted(chain(*FLOORS)), sorted(chain(*rows)))
+        for above, below in pairwise(floors):
+            self.assertGreater(min(above), max(below), rows)
 
     def test_namers(self) -> None:
         """Each module that may make a `KeyChain` does: a stale exception hides the next fault."""
