@@ -4,20 +4,17 @@ from __future__ import annotations
 
 import os
 import unittest
-from contextlib import ExitStack
 from importlib import util
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import pytest
-import torch
 
 from e2e.checkpoints import SIZES, generate, generated, model_of, remade, with_biases
 from e2e.damage import CHUNK, stored
-from e2e.harness import PROMPT, SETTLE, Batch, EngineTest, llama, make, models, tokens
+from e2e.harness import PROMPT, SETTLE, Batch, EngineTest, make, models
 from e2e.kinds import KINDS, small
-from model_changes import CHANGES, PLACES
 
 BATCH = Batch([PROMPT])
 WHOLE = len(PROMPT) // CHUNK * CHUNK
@@ -38,6 +35,18 @@ READ_OTHERWISE: dict[str, dict[str, Any]] = {
 }
 """Model types with what one engine passes over in their config."""
 WITNESS: dict[str, Any] = {"witness_every": 1000}
+
+
+def gemma2() -> Path:
+    """A Gemma 2 whose attention is sharp, so that its soft cap decides the tokens."""
+    config = SIZES | KINDS["Gemma2ForCausalLM"].config | {"attn_logit_softcapping": 2.0}
+    plain = make(models() / "not-sharp", "gemma2", **config)
+    sharp = ("q_proj", "k_proj")
+    return remade(
+        plain,
+        models() / "sharp",
+        lambda name, weight: weight * 10 if any(part in name for part in sharp) else weight,
+    )
 
 
 @pytest.mark.vllm
@@ -106,124 +115,7 @@ class OtherEngineTest(EngineTest):
                 self.assertEqual([2 * expected, [WHOLE] * 2], [warm.tokens, warm.cached])
                 self.assertLess(len(there), len(stored(self.root)))
 
-    def _generate(
-        self, path: Path, *, new_tokens: int, share: bool = True
-    ) -> tuple[int, list[int]]:
-        """Let transformers generate with this test's directory; return tokens loaded and made."""
-        return generate(path, self.root, PROMPT, new=new_tokens, share=share)
-
-
-BATCH = Batch([PROMPT])
-WHOLE = len(PROMPT) // CHUNK * CHUNK
-NEW = BATCH.max_tokens
-CHANGED = (
-    "rows of a parameter",
-    "rows of the embedding",
-    "the rotary buffer",
-    "an epsilon",
-    "a patched forward",
-    "rounded",
-)
-REPLACED = ("a function of torch", "code in place", "a closure's value")
-
-
-def changed(name: str) -> Any:
-    """The usual model, changed; the same each time."""
-    model = model_of(llama())
-    CHANGES[name](model, torch.Generator().manual_seed(5))
-    return model
-
-
-def plain(model: Any, prompt: list[int] = PROMPT) -> list[int]:
-    """What a model says without VUA."""
-    ids = torch.tensor([prompt])
-    mask = torch.ones_like(ids)
-    out = model.generate(ids, attention_mask=mask, do_sample=False, max_new_tokens=NEW)
-    found: list[int] = out[0, len(prompt) :].tolist()
-    return found
-
-
-def gemma2() -> Path:
-    """A Gemma 2 whose attention is sharp, so that its soft cap decides the tokens."""
-    config = SIZES | KINDS["Gemma2ForCausalLM"].config | {"attn_logit_softcapping": 2.0}
-    plain = make(models() / "not-sharp", "gemma2", **config)
-    sharp = ("q_proj", "k_proj")
-    return remade(
-        plain,
-        models() / "sharp",
-        lambda name, weight: weight * 10 if any(part in name for part in sharp) else weight,
-    )
-
-
-@pytest.mark.vllm
-@pytest.mark.thorough
-class ApartTest(EngineTest):
-    def generate(self, model: Any, *, share: bool = True) -> tuple[int, list[int]]:
-        """Tokens loaded and made by a model with this test's directory."""
-        (found,) = generated(model, self.root, [PROMPT], new=NEW, share=share)
-        return found
-
-    def elsewhere(self, name: str) -> None:
-        """Take another directory."""
-        self.root = self.root.with_name(name)
-
-    def test_changed_before(self) -> None:
-        """VLLM finds nothing of changed models, they nothing of vLLM's; the plain one finds all."""
-        expected = self.baseline(BATCH)
-        differ = 0
-        for name in CHANGED:
-            self.generate(changed(name), share=False)
-            differ += plain(changed(name)) != expected[0]
-        self.assertGreater(2 * differ, len(CHANGED))  # changes matter
-
-        cold = self.serve(BATCH)
-
-        self.assertEqual([expected, [0]], [cold.tokens, cold.cached])
-        self.assertEqual((WHOLE, expected[0]), self.generate(model_of(llama()), share=False))
-        self.elsewhere("of-vllm")
-        self.serve(BATCH)
-        for name in CHANGED:
-            with self.subTest(name):
-                loaded, found = self.generate(changed(name), share=False)
-                self.assertEqual((0, plain(changed(name))), (loaded, found))
-        self.elsewhere("control")
-        self.generate(model_of(llama()))
-        warm = self.serve(BATCH)
-        self.assertEqual([expected, [WHOLE]], [warm.tokens, warm.cached])
-
-    def test_changed_inside(self) -> None:
-        """What is stored before a change is shared; what is computed after it is not.
-
-        One prompt that agrees vouches for no other, whether vLLM is to load them or not.
-        """
-        from vua.transformers import reuse_prefixes
-
-        later = tokens(len(PROMPT), seed=2)
-        asked = Batch([PROMPT]), SETTLE, Batch([PROMPT]), Batch([later])
-        expected = self.baseline(*asked)
-        names = ("rows of the embedding", "an epsilon", "a patched forward", ".data in place")
-        cases = [(name, {"share": True}) for name in (*names, REPLACED[0])]
-        cases += [(name, {}) for name in REPLACED]
-        for name, share in cases:
-            with self.subTest(name, **share):
-                self.elsewhere(f"{name} {len(share)}".replace(" ", "-"))
-                model, settings = model_of(llama()), {"chunk_tokens": CHUNK, **share}
-                with (
-                    reuse_prefixes(model, self.root, **settings) as prefixes,
-                    ExitStack() as stack,
-                ):
-                    prefixes.ready()
-                    plain(model)
-                    if name in PLACES:
-                        stack.enter_context(PLACES[name](model))
-                    else:
-                        CHANGES[name](model, torch.Generator().manual_seed(5))
-                    plain(model, later)
-
-                found = self.serve(*asked, extra={"witness_every": 1000})
-
-                self.assertEqual([expected, [0, WHOLE, 0]], [found.tokens, found.cached])
-
+    @pytest.mark.thorough
     def test_gemma2(self) -> None:
         """Gemma 2 with eager attention shares; with sdpa, which drops its soft cap, it does not.
 
@@ -233,43 +125,52 @@ class ApartTest(EngineTest):
         engine = {"model": str(path)}
         expected = self.baseline(BATCH, engine=engine)
 
-        def model(attention: str) -> Any:
-            made = model_of(path)
-            made.set_attn_implementation(attention)
-            return made
+        def by(attention: str) -> tuple[int, list[int]]:
+            model = model_of(path)
+            model.set_attn_implementation(attention)
+            (found,) = generated(model, self.root, [PROMPT], new=BATCH.max_tokens)
+            return found
 
-        of_sdpa = self.generate(model("sdpa"))
+        of_sdpa = by("sdpa")
         self.assertNotEqual(expected[0], of_sdpa[1])  # the cap matters
         witness = {"witness_every": 1000}
         cold = self.serve(BATCH, SETTLE, BATCH, engine=engine, extra=witness)
         self.assertEqual([2 * expected, [0, 0]], [cold.tokens, cold.cached])
-        self.assertEqual((0, expected[0]), self.generate(model("eager")))
-        self.elsewhere("of-vllm")
+        self.assertEqual((0, expected[0]), by("eager"))
+        self.root = self.root.with_name("of-vllm")
         self.serve(BATCH, engine=engine)
-        self.assertEqual((0, of_sdpa[1]), self.generate(model("sdpa")))
-        self.assertEqual((WHOLE, expected[0]), self.generate(model("eager")))
+        self.assertEqual((0, of_sdpa[1]), by("sdpa"))
+        self.assertEqual((WHOLE, expected[0]), by("eager"))
         warm = self.serve(BATCH, engine=engine)
         self.assertEqual([expected, [WHOLE]], [warm.tokens, warm.cached])
-        self.elsewhere("of-eager")
-        self.generate(model("eager"))
+        self.root = self.root.with_name("of-eager")
+        by("eager")
         warm = self.serve(BATCH, engine=engine)
         self.assertEqual([expected, [WHOLE]], [warm.tokens, warm.cached])
+
+    def _generate(
+        self, path: Path, *, new_tokens: int, share: bool = True
+    ) -> tuple[int, list[int]]:
+        """Let transformers generate with this test's directory; return tokens loaded and made."""
+        return generate(path, self.root, PROMPT, new=new_tokens, share=share)
 
 
 @unittest.skipUnless(util.find_spec("transformers"), "transformers is not installed")
 @pytest.mark.thorough
 class TransformersCampaignTest(unittest.TestCase):
     def test_short_form(self) -> None:
-        """Changed models load and store nothing of the plain one's, which finds its own."""
+        """Changed models load and store nothing of the plain one's or vLLM's; these find theirs."""
         from e2e.transformers_campaign import LEAST_HITS, campaign
 
-        seed = int(os.environ.get("VUA_TEST_SEED", "3"))
+        seed, vllm = int(os.environ.get("VUA_TEST_SEED", "3")), bool(util.find_spec("vllm"))
 
-        found = campaign(8, seed, kinds=2, say_it=lambda _: None)
+        found = campaign(8, seed, kinds=2, vllm=vllm, say_it=lambda _: None)
 
         self.assertEqual([], found.wrong)
         self.assertGreaterEqual(found.hits or 0, LEAST_HITS)
         self.assertGreater(found.counts["changes that matter"], 4)
+        self.assertEqual(vllm, found.counts["tokens loaded by vLLM"] > 0)
+        self.assertEqual(vllm, found.counts["models that store for vLLM"] > 0)
 
     def test_without_looking(self) -> None:
         """Control: the campaign finds wrong tokens where no change is noticed."""
