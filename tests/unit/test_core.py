@@ -6,15 +6,10 @@ import doctest
 import logging
 import os
 import stat
-import subprocess
-import sys
-import tracemalloc
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pytest
 import torch
 
 from helpers import (
@@ -59,32 +54,6 @@ class TestPutAndGet(CoreTest):
 
     def test_doctests(self) -> None:
         self.assertEqual(0, doctest.testmod(core, extraglobs={"torch": torch}).failed)
-
-    @pytest.mark.thorough
-    def test_memory(self) -> None:
-        """An answer's memory is used for the next one once it is gone, not while a part is held."""
-        cache = caches_of(layers=4, heads=4, tokens=256, dim=256)  # 8 MiB
-        other = caches_of(layers=4, heads=4, tokens=256, dim=256, seed=1)
-        tokens = torch.arange(256)
-        self.vua.put(tokens, cache)
-        self.vua.put(tokens + 1000, other)
-        held = self.vua.get_closest(tokens).data[2][1][..., 3:]
-        expected = held.numpy().tobytes()
-        self.check(self.vua.get_closest(tokens + 1000), other, 256)  # and dropped
-        second = self.vua.get_closest(tokens + 1000)
-        place = second.data[0][0].data_ptr()
-        del second
-        third = self.vua.get_closest(tokens)
-        self.assertEqual(place, third.data[0][0].data_ptr())
-        self.check(third, cache, 256)
-        self.assertEqual(expected, held.numpy().tobytes())
-        for buffer_bytes, kept in ((0, False), (1 << 30, True)):
-            opened = self.open(buffer_bytes=buffer_bytes)
-            tracemalloc.start()
-            self.addCleanup(tracemalloc.stop)
-            self.check(opened.get_closest(tokens), cache, 256)
-            self.assertEqual(kept, tracemalloc.get_traced_memory()[0] > 1 << 22)
-            tracemalloc.stop()
 
     def test_dtypes(self) -> None:
         """Every dtype that a file can hold round-trips, NaN payloads included."""
@@ -419,17 +388,6 @@ class TestDirectory(CoreTest):
         for one in (self.vua, other):
             self.check(one.get_closest(TOKENS), cache, 12)
 
-    def test_directory_in_an_entrys_place(self) -> None:
-        """A directory where a file belongs is put aside by the next put."""
-        cache = caches_of(layers=1, heads=1, tokens=4, dim=4)
-        self.vua.put(TOKENS[:4], cache)
-        [file] = self.files()
-        file.unlink()
-        file.mkdir()
-        self.assertFalse(self.vua.get_closest(TOKENS))
-        self.assertEqual(1, self.vua.put(TOKENS[:4], cache))
-        self.check(self.vua.get_closest(TOKENS), cache, 4)
-
 
 def cache_of_first(cache: list[list[torch.Tensor]], tokens: int) -> list[list[torch.Tensor]]:
     return [[tensor[:, :, :tokens] for tensor in pair] for pair in cache]
@@ -509,61 +467,3 @@ class TestLogging(CoreTest):
 
         self.assertEqual(1, len(logs.output))
         self.assertIn("checksum", logs.output[0])
-
-
-EXAMPLE = """
-import os
-import torch
-from vua.core import VUA, VUAConfig
-
-# Set up cache storage directory
-cache_dir = "./vua_cache"
-os.makedirs(cache_dir, exist_ok=True)
-
-# Create a VUA instance
-vua = VUA(VUAConfig, cache_dir)
-
-# Generate sample tokens ensuring the length is divisible by split_factor
-tokens = torch.randint(0, 0xFFFF, (1, 512), dtype=torch.uint16)
-trimmed_tokens = VUAConfig.trim_to_split_factor(tokens)
-
-# Create a sample key-value cache (for demonstration purposes)
-# This is a list with one layer and two tensor pairs (keys and values)
-kvcache = [[torch.randn(1, 2, trimmed_tokens.size(1), 64), torch.randn(1, 2, trimmed_tokens.size(1), 64)]]
-
-# Store the cache using put()
-vua.put(trimmed_tokens, kvcache)
-
-# Retrieve the cache using get_closest()
-result = vua.get_closest(trimmed_tokens, device="cpu")
-print("Retrieved tokens:", result.tokens)
-print("Retrieved data:", result.data)
-"""  # noqa: E501 - as it was written
-
-CHECK = """
-assert torch.equal(trimmed_tokens.int(), result.tokens.int())
-for given, found in zip(kvcache, result.data, strict=True):
-    assert torch.equal(given[0], found[0]) and torch.equal(given[1], found[1])
-print("checked")
-"""
-
-
-class TestVUA(DirectoryTest):
-    """What the READMEs of the first VUA promise."""
-
-    @pytest.mark.thorough
-    def test_example(self) -> None:
-        """The example of the README runs, and what it retrieves is what it stored."""
-        done = subprocess.run(
-            [sys.executable, "-c", EXAMPLE + CHECK],
-            cwd=self.root,
-            env=os.environ | {"PYTHONPATH": str(Path(core.__file__).parents[1])},
-            capture_output=True,
-            text=True,
-            check=False,
-        )
-
-        self.assertEqual((0, ""), (done.returncode, done.stderr))
-        self.assertIn("Retrieved tokens: tensor([[", done.stdout)
-        self.assertIn("Retrieved data: [[tensor([[[[", done.stdout)
-        self.assertTrue(done.stdout.endswith("checked\n"))
