@@ -21,10 +21,8 @@ import shutil
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 
@@ -60,21 +58,17 @@ TALK = ("log", "warnings", "logging")
 LEAVES = (ast.Return, ast.Continue, ast.Break, ast.Raise)
 
 
-@dataclass(frozen=True)
-class Mutant:
-    """One error: a text that stands in a file exactly there is replaced by another one."""
+class Mutant(NamedTuple):
+    """One error."""
 
     path: str
     function: str
     """In which it is, with its class."""
     line: int
-    start: int
-    stop: int
+    number: int
+    """Which one of its file's errors it is, in the order in which `Maker` meets them."""
     old: str
     new: str
-
-    def text(self, source: bytes) -> bytes:
-        return source[: self.start] + self.new.encode() + source[self.stop :]
 
     def draw(self, seed: int) -> bytes:
         """A number by which samples are drawn; whatever moves the code leaves it as it is."""
@@ -85,85 +79,73 @@ class Mutant:
 # -- making mutants --------------------------------------------------------------------------
 
 
-def changed(node: ast.AST) -> Iterator[tuple[ast.AST, str]]:
-    """What can be wrong about one node: the part to replace, and by what text."""
+def changed(node: ast.AST) -> ast.AST | None:
+    """What stands in the place of a node that is wrong; None: it has no error."""
+    found: ast.AST | None = None
     if isinstance(node, ast.Compare) and len(node.ops) == 1 and type(node.ops[0]) in FLIPPED:
-        flipped = FLIPPED[type(node.ops[0])]()
-        yield node, ast.unparse(ast.Compare(node.left, [flipped], node.comparators))  # type: ignore[list-item]
+        found = ast.Compare(node.left, [FLIPPED[type(node.ops[0])]()], node.comparators)  # type: ignore[list-item]
     elif isinstance(node, ast.BoolOp):
-        flipped = FLIPPED[type(node.op)]()
-        yield node, f"({ast.unparse(ast.BoolOp(flipped, node.values))})"  # type: ignore[arg-type]
+        found = ast.BoolOp(FLIPPED[type(node.op)](), node.values)  # type: ignore[arg-type]
     elif isinstance(node, ast.BinOp) and type(node.op) in FLIPPED:
-        flipped = FLIPPED[type(node.op)]()
-        yield node, f"({ast.unparse(ast.BinOp(node.left, flipped, node.right))})"  # type: ignore[arg-type]
+        found = ast.BinOp(node.left, FLIPPED[type(node.op)](), node.right)  # type: ignore[arg-type]
     elif isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.Not):
-        yield node, f"bool({ast.unparse(node.operand)})"
-    elif isinstance(node, ast.Constant) and isinstance(node.value, bool):
-        yield node, str(not node.value)
+        found = ast.Call(ast.Name("bool"), [node.operand], [])
     elif isinstance(node, ast.Constant) and isinstance(node.value, int):
-        yield node, str(node.value + 1)
+        is_bool = isinstance(node.value, bool)
+        found = ast.Constant(not node.value if is_bool else node.value + 1)
     elif isinstance(node, ast.If) and isinstance(node.body[-1], LEAVES):
-        yield node.test, "False"
+        found = ast.If(ast.Constant(value=False), node.body, node.orelse)
     elif isinstance(node, ast.Expr) and isinstance(node.value, ast.Call):
-        yield node, "pass"
+        found = ast.Pass()
+    return found
 
 
 def talks(node: ast.AST) -> bool:
     """Whether a node is only for people: messages, logs, docstrings, types."""
     if isinstance(node, ast.JoinedStr | ast.Raise):
         return True
-    if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
-        return True
+    if isinstance(node, ast.Expr):
+        return isinstance(node.value, ast.Constant) or talks(node.value)
     called = node.func if isinstance(node, ast.Call) else None
     return isinstance(called, ast.Attribute) and ast.unparse(called.value) in TALK
 
 
-def within(
-    node: ast.AST, path: str, lines: list[bytes], inside: str = "", *, runs: bool = False
-) -> Iterator[Mutant]:
-    """Every mutant of the functions below a node of a file with these lines.
+class Maker(ast.NodeTransformer):
+    """Finds the errors that a file's functions can have, and makes one of them."""
 
-    ``inside``: the function or class that the node is in; ``runs``: it is a function.
-    """
-    runs = runs or isinstance(node, ast.FunctionDef)
-    if isinstance(node, ast.FunctionDef | ast.ClassDef):
-        inside = f"{inside}.{node.name}" if inside else node.name
-    below = node.body if isinstance(node, ast.FunctionDef) else list(ast.iter_child_nodes(node))
-    for child in below:
-        if talks(child) or (isinstance(child, ast.Expr) and talks(child.value)):
-            continue
-        if isinstance(child, ast.AnnAssign):
-            child.annotation = ast.Constant(None)
-        for part, new in changed(child) if runs else ():
-            yield placed(part, new, path, lines, inside)
-        yield from within(child, path, lines, inside, runs=runs)
+    def __init__(self, path: str, makes: int = -1) -> None:
+        self.path, self.makes, self.inside = path, makes, ""
+        self.runs = False
+        self.found: list[Mutant] = []
 
-
-def placed(part: Any, new: str, path: str, lines: list[bytes], inside: str) -> Mutant:
-    """The mutant that replaces a part of a file by a text."""
-    before = [0]
-    for line in lines:
-        before.append(before[-1] + len(line))
-    start = before[part.lineno - 1] + part.col_offset
-    stop = before[part.end_lineno - 1] + part.end_col_offset
-    old = b"".join(lines)[start:stop].decode()
-    return Mutant(path, inside, part.lineno, start, stop, old, new)
+    def visit(self, node: ast.AST) -> Any:
+        """Note what can be wrong about a node, then about those below it."""
+        if talks(node):
+            return node
+        before = self.inside, self.runs
+        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+            self.inside = f"{self.inside}.{node.name}".lstrip(".")
+            self.runs = self.runs or isinstance(node, ast.FunctionDef)
+            node.body = [self.visit(one) for one in node.body]
+        elif isinstance(node, ast.AnnAssign):
+            node.value = node.value and self.visit(node.value)
+        else:
+            if self.runs and (new := changed(node)) is not None:
+                old, text = (ast.unparse(one).partition("\n")[0] for one in (node, new))
+                number = len(self.found)
+                self.found.append(Mutant(self.path, self.inside, node.lineno, number, old, text))  # type: ignore[attr-defined]
+                if number == self.makes:
+                    return ast.copy_location(new, node)
+            self.generic_visit(node)
+        self.inside, self.runs = before
+        return node
 
 
 def mutants_of(text: str, path: str) -> list[Mutant]:
-    """Every mutant of one file, those left out that would not change or not compile."""
-    source = text.encode()
-    found = within(ast.parse(text), path, source.splitlines(keepends=True))
-    return [mutant for mutant in dict.fromkeys(found) if compiles(mutant.text(source), mutant)]
-
-
-def compiles(text: bytes, mutant: Mutant) -> bool:
-    """Whether it is a program, and another one."""
-    try:
-        ast.parse(text)
-    except SyntaxError:
-        return False
-    return mutant.old != mutant.new
+    """Every mutant of one file."""
+    maker = Maker(path)
+    maker.visit(ast.parse(text))
+    return maker.found
 
 
 def chosen(many: int, seed: int) -> list[Mutant]:
@@ -223,14 +205,15 @@ class Room:
     def judged(self, mutant: Mutant, copy: Path) -> str:
         """What became of a mutant: the test that noticed it, or that none did."""
         target = copy / mutant.path
-        sound = target.read_bytes()
-        target.write_bytes(mutant.text(sound))
+        sound = target.read_text()
+        wrong = Maker(mutant.path, mutant.number).visit(ast.parse(sound))
+        target.write_text(ast.unparse(ast.fix_missing_locations(wrong)))
         try:
             ended = forked(
                 lambda: failing(self.name, copy, "-x", *self.left_out), SLOWER * self.took_s + 60
             )
         finally:
-            target.write_bytes(sound)
+            target.write_text(sound)
         if ended.how != "well":
             return f"killed: the tests are {ended.how}"
         return f"killed: {ended.value[0]}" if ended.value else "**survived**"
