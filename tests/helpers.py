@@ -389,22 +389,3 @@ def write_log(root: Path, requests: Iterable[tuple[float, Sequence[str]]]) -> No
         files[-1] += record
     for number, records in enumerate(files):
         (folder / f"{number:016x}.uses").write_bytes(b"VUAuses2" + records)
-
-
-class PosixMover:
-    name = "posix"
-
-    def attach(self, memory: torch.Tensor) -> None:
-        """Do nothing."""
-
-    def detach(self, memory: torch.Tensor) -> None:
-        """Do nothing."""
-
-    def open(self, fd: int) -> int:
-        return os.dup(fd)
-
-    def read(self, handle: int, memory: torch.Tensor, at: int, nbytes: int, offset: int) -> int:
-        return os.preadv(handle, [memory.numpy()[at : at + nbytes]], offset)
-
-    def close(self, handle: int) -> None:
-        os.close(handle)

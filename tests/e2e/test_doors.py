@@ -180,15 +180,6 @@ class TierTest(Events, EngineTest):
         self.assertIsNone(served.problem, served.log[-3000:])
         return served
 
-    def check(self, **engine: Any) -> None:
-        """Another process loads what the first one stored, and generates the same tokens."""
-        cold = self.served(BATCH, engine=engine)
-        warm = self.served(BATCH, engine=engine)
-
-        self.assertEqual([0], cold.cached)
-        self.assertEqual(cold.tokens, warm.tokens)
-        self.assertGreaterEqual(warm.cached[0], LEAST)
-
     def test_by_the_rule(self) -> None:
         """The configuration names VUA alone: with memory for offloading, or a model with states."""
         for given, said in (
@@ -224,7 +215,9 @@ class TierTest(Events, EngineTest):
 
     def test_two_workers(self) -> None:
         """Each with a part of each row; one worker finds nothing of it."""
-        self.check(tensor_parallel_size=2)
+        cold, warm = (self.served(BATCH, engine={"tensor_parallel_size": 2}) for _ in range(2))
+        self.assertEqual(([0], cold.tokens), (cold.cached, warm.tokens))
+        self.assertGreaterEqual(warm.cached[0], LEAST)
         self.assertEqual([0], self.served(BATCH).cached)
 
     def test_another_setup(self) -> None:

@@ -1,8 +1,7 @@
-"""VUA beside others: stores, routers, an implementation in JavaScript, releases of vLLM."""
+"""VUA beside others: stores, routers, releases of vLLM."""
 
 from __future__ import annotations
 
-import json
 import shutil
 import tempfile
 import unittest
@@ -17,8 +16,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from conformity import needs_node, run_command
-from e2e.damage import CHUNK, chunk_files, exchange_for_noise, flip, stored
+from e2e.damage import CHUNK, exchange_for_noise, stored
 from e2e.harness import (
     OTHER_VLLM,
     PROMPT,
@@ -28,9 +26,7 @@ from e2e.harness import (
     EngineTest,
     Phase,
     Served,
-    llama,
     run,
-    tokens,
     vllm_version,
 )
 from helpers import keys_of
@@ -241,68 +237,6 @@ class EventsTest(EngineTest):
                 self.assertEqual(own, router.blocks)
                 self.assertEqual({BLOCK}, {event.block_size for event in router.stored})
                 self.assertEqual(1, len(router.stored))  # a run
-
-    def test_what_is_lost_is_announced(self) -> None:
-        """Damage, somebody else's deletion and eviction: announced as removed, and what comes."""
-        self.serve(Batch([PROMPT]))
-        (path,) = chunk_files(self.root, PROMPT, 6)
-        nbytes = path.stat().st_size
-        with self.router() as (router, engine):
-            flip(path)
-            more = [Batch([tokens(400, seed=60 + at)]) for at in range(3)]
-            extra = {"limits": {"max_bytes": 20 * nbytes}}
-
-            first = (SETTLE, Batch([PROMPT]), SETTLE)
-            served = self.serve(*first, *more, SETTLE, engine=engine, extra=extra)
-            router.listen()
-
-            self.assertEqual(1, served.counts["corrupt"])
-            self.assertLess(len(self.names()), 10 + 3 * 6)  # something was evicted
-            self.assertEqual(self.names(), router.chunks())
-            hashes = [name for event in router.stored for name in event.block_hashes]
-            self.assertEqual(2, len(hashes) - len(set(hashes)))  # the damaged chunk's, mended
-            self.assertGreater(len(router.removed), 2)
-
-
-BATCH = Batch([PROMPT])
-WHOLE = len(PROMPT) // CHUNK * CHUNK
-
-
-@pytest.mark.thorough
-@needs_node
-class JavaScriptTest(EngineTest):
-    """`implementations/javascript` beside vLLM."""
-
-    def test_copied(self) -> None:
-        """VLLM loads what JavaScript wrote where docs/format.md says that vLLM looks for it.
-
-        One chunk less, and vLLM loads as much less.
-        """
-        expected = self.fill(BATCH)
-        theirs, path = self.root, llama()
-        for name, left_out in (("ours", 0), ("shorter", 1)):
-            self.root = theirs.with_name(name)
-            run_command(
-                "copy",
-                root=str(theirs),
-                to=str(self.root),
-                tokens=PROMPT[: WHOLE - left_out * CHUNK],
-                config=resolved(path),
-                weights=[str(one) for one in sorted(path.glob("*.safetensors"))],
-                identity={"kv_dtype": "F32", "rope": "neox", "chunk_tokens": CHUNK},
-            )
-            warm = self.serve(BATCH)
-            cached = (WHOLE - left_out * CHUNK) // 32 * 32  # vLLM's blocks
-            self.assertEqual([expected, [cached]], [warm.tokens, warm.cached])
-
-
-def resolved(path: object) -> dict[str, object]:
-    """A model's text config with transformers' defaults, as JSON has it."""
-    from transformers import AutoConfig
-
-    config = AutoConfig.from_pretrained(path).get_text_config()
-    found: dict[str, object] = json.loads(json.dumps(config.to_dict()))
-    return found
 
 
 BATCH = Batch([PROMPT])

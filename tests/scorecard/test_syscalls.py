@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import json
 import mmap
 import os
@@ -37,7 +36,6 @@ from vua.capacity.limits import Limits
 from vua.capacity.lru import mtime_ns_of
 from vua.errors import StorageError
 from vua.io import posix
-from vua.storage.base import entry_name
 from vua.storage.local import LocalStorage
 from vua.storage.names import TEMPORARY
 from vua.store.store import Store
@@ -160,28 +158,6 @@ class WorldTest(DirectoryTest):
 
         self.assertFalse((chunk / f"{TEMPORARY}x-01234567-1-2").exists())
         self.assertEqual(before, mtime_ns_of(space, chunk.name))
-
-    @unittest.skipIf(WHY_NOT, WHY_NOT or "")
-    def test_stale_while_asking(self) -> None:
-        """A file whose size cannot be asked for any more is absent; no descriptor is left open."""
-        name = entry_name(self.world.keys[0][0].name, self.world.layout.full)
-        store = self.world.writer()
-        storage = store.storage
-        self.addCleanup(store.close)
-
-        def ask() -> None:
-            gc.disable()  # it would close what earlier tests left open
-            free = os.dup(0)
-            os.close(free)
-            found = [storage.exists([name], 1)[0] for _ in range(5)]
-            for _ in range(5):
-                with self.assertRaises(OSError):
-                    storage.open_file(name)
-            self.assertEqual([False] * 5, found)
-            self.assertEqual(free, os.dup(0))
-
-        self.assertTrue(storage.exists([name])[0])
-        self.assertEqual("done", run_tampered(ask, GONE).text)
 
 
 class TestWhoHoldsTheInterpreter(DirectoryTest):

@@ -1,4 +1,4 @@
-"""Thirty mistakes that users make: each message says what was found, what is expected, what to do.
+"""Mistakes that users make: each message says what was found, what is expected, what to do.
 
 Nothing of an engine is imported before its configuration is known to be usable.
 """
@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import io
-import json
 import os
 import shutil
 import subprocess
@@ -65,11 +64,9 @@ class MistakesTest(CliTest):
         for word in words:
             self.assertIn(word, text)
 
-    def serve(self, *arguments: object, **extra: object) -> str:
+    def serve(self, *arguments: object) -> str:
         """What `vua-vllm serve` says instead of starting; vLLM itself is not imported for it."""
         words = ["serve", "m", *map(str, arguments)]
-        if extra:
-            words += ["--kv-transfer-config", json.dumps({"kv_connector_extra_config": extra})]
         out, loaded = io.StringIO(), "vllm" in sys.modules
         with (
             contextlib.redirect_stderr(out),
@@ -101,44 +98,6 @@ class MistakesTest(CliTest):
         code, out, _ = run("doctor", theirs)
         self.assertEqual(1, code)
         self.shows(out, "bad", "does not start here", "trusted_uids")
-
-    def test_vllm_settings(self) -> None:
-        """Names, types and sizes, before the engine starts."""
-        kv_path = str(self.root)
-        text = self.serve("--kv-transfer-config", "{a")
-        self.shows(text, "--kv-transfer-config is not JSON", "line 1 column 2", "{a")
-        text = self.serve(shared_storage_path=kv_path, max_byte=1)
-        self.shows(text, "no key 'max_byte'", "'limits.max_bytes'")
-        text = self.serve(shared_storage_path=kv_path, chunk_size=64)
-        self.shows(text, "no key 'chunk_size'", "'chunk_tokens'")
-        text = self.serve(shared_storage_path=kv_path, zzzzzz=1)
-        self.shows(text, "no key 'zzzzzz'", "expected one of", "limits.max_bytes")
-        text = self.serve(shared_storage_path=kv_path, chunk_tokens="64")
-        self.shows(text, "chunk_tokens must be int", "'64'")
-        text = self.serve(shared_storage_path=kv_path, limits={"max_bytes": "5Q"})
-        self.shows(text, "'5Q'", "'500G'", "'80%'")
-
-    def test_vllm_keys_and_extras(self) -> None:
-        """A key file, and packages that a setting needs, are looked for before the engine."""
-        kv_path, key = str(self.root), self.beside / "key"
-        text = self.serve(shared_storage_path=kv_path, security={"key_file": str(key)})
-        self.shows(text, f"{key}: No such file", "`vua key FILE`")
-        key.write_text("abc")
-        key.chmod(0o600)
-        text = self.serve(shared_storage_path=kv_path, security={"key_file": str(key)})
-        self.shows(text, str(key), "64 hex digits", "`vua key FILE`")
-        key.write_text("ab" * 32)
-        key.chmod(0o644)
-        text = self.serve(shared_storage_path=kv_path, security={"key_file": str(key)})
-        self.shows(text, "mode 644", "600", "chmod")
-        key.chmod(0o600)
-        with mock.patch.dict(sys.modules, {"cryptography": None}):
-            for name in [
-                one for one in sys.modules if one.startswith(("cryptography.", "vua.security.seal"))
-            ]:
-                sys.modules.pop(name)
-            text = self.serve(shared_storage_path=kv_path, security={"key_file": str(key)})
-        self.shows(text, "cryptography", "pip install cryptography")
 
     def test_library(self) -> None:
         missing = self.beside / "no" / "kv"

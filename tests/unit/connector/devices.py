@@ -7,7 +7,7 @@ from unittest import mock
 
 import torch
 
-from helpers import PosixMover
+from gpu.harness import PosixMover
 from vua.connector import device_transfer
 from vua.device.gds import CuFileMover
 

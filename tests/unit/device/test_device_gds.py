@@ -18,7 +18,8 @@ import torch
 import xxhash
 from forms import HAS_TRITON, NEEDS_TRITON, compiled, triton_kernels
 
-from helpers import SOON_S, DirectoryTest, PosixMover, flip, keys_of, save_chunk, swap
+from gpu.harness import PosixMover
+from helpers import SOON_S, DirectoryTest, flip, keys_of, save_chunk, swap
 from vua.device import xxh3
 from vua.device.buffers import StagingBuffer
 from vua.device.copy import synchronize
