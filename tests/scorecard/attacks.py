@@ -184,11 +184,11 @@ def _changes(header: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
                 other = header | {part: fields | {field: value}}
                 yield f"{field} of {part} = {value!r:.30} ({number})", other
         yield f"{part} missing", {one: header[one] for one in header if one != part}
-        yield from ((f"{part} is {value!r}", header | {part: value}) for value in (None, [], 7, ""))
+        yield from ((f"{part} is {value!r}", header | {part: value}) for value in _VALUES)
     yield "another tensor", header | {"x": header["k"]}
 
 
-_VALUES: Final = (
+_VALUES: Final[tuple[object, ...]] = (
     *("", "0", "-1", "\x00", "1e3", None, 7, -1, 1.5, [], {}, [1 << 62] * 4, [-1, 1, 1, 1]),
     *([0, 0, 0, 0], [0, 1 << 63], [8, 0], [0, 8], [1.5, 1, float("inf"), 1], "OBJECT"),
 )

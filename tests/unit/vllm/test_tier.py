@@ -441,6 +441,7 @@ class TierTest(DirectoryTest):
 
         with (
             mock.patch.object(LocalStorage, "read", hangs),
+            # race: the deadline passes while the storage is at it
             mock.patch.object(host.tier._loads, "_clock", late_after(began)),
         ):
             self.assertEqual([], host.load(context, keys))
@@ -465,6 +466,7 @@ class TierTest(DirectoryTest):
 
         with (
             mock.patch.object(LocalStorage, "write", hangs),
+            # race: the deadline passes while the storage is at it
             mock.patch.object(host.tier._saves, "_clock", late_after(began)),
         ):
             self.assertFalse(host.store(context, keys).success)
