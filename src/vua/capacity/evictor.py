@@ -351,6 +351,8 @@ class Evictor:
         self._held_nbytes = 0
         self.evicted: Callable[[Candidate], None] | None = None
         """Called with each chunk that is evicted here."""
+        self.emptied = 0
+        """Namespaces without a chunk that were deleted."""
         self.spares_unsent = False
         """Whether chunks that are not yet uploaded to slower tiers stay, while other chunks can
         go."""
@@ -408,7 +410,7 @@ class Evictor:
         seen_ns = _ANY_TIME_NS if is_set_back else now_ns
         victims = Victims(seen_ns, until_ns, sweep.victims())
         self._use(victims)
-        if whole and sweep.chunks >= SHARED:
+        if whole and (sweep.chunks >= SHARED or not self.shares):
             with contextlib.suppress(OSError), closing_fd(upkeep_directory(self._root)) as fd:
                 sweep.tally.write(fd)
                 if self.shares and not is_set_back:
@@ -423,8 +425,7 @@ class Evictor:
 
     def _drop(self, empty: Sequence[str], now_ns: int) -> None:
         with closing_fd(os.open(self._root, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)) as fd:
-            for name in empty:
-                drop_empty(fd, name, now_ns)
+            self.emptied += sum(drop_empty(fd, name, now_ns) for name in empty)
 
     def evict(
         self,
@@ -541,33 +542,20 @@ class Evictor:
 
         Raises OSError where the directory cannot be listed or written to.
         """
-        freed, latest_ns = NOTHING, now_ns + FUTURE_NS
-        over = list[Candidate]()
-
-        def expire() -> None:
-            nonlocal freed
-            for victim in sorted(over):
-                space = by_name[victim.space]
-                if self.spares_unsent and is_unsent(space, victim.chunk):
-                    continue
-                seen_ns = _ANY_TIME_NS if victim.mtime_ns > latest_ns else now_ns
-                freed += self._evict(victim, by_name, seen_ns, None)
-                if freed.chunks % _PULSE_CHUNKS == 0:
-                    pulse(freed)
-            over.clear()
-
+        by_age = Evictor(self._root)
+        by_age.immovable, by_age.evicted = self.immovable, self.evicted
+        by_age.spares_unsent = self.spares_unsent
+        before, more = -1, True
         with spaces(self._root) as found:
-            by_name = {space.name: space for space in ours(found)}
-            for space, fan in [(one, fan) for one in by_name.values() for fan in one.fans()]:
-                names, mtimes_ns = space.columns(fan)
-                some = np.flatnonzero((mtimes_ns < expired_ns) | (mtimes_ns > latest_ns))
-                for mtime_ns, name in zip(mtimes_ns[some].tolist(), names[some], strict=True):
-                    over.append(Candidate(mtime_ns, mtime_ns, space.name, name))
-                if len(over) >= _VICTIMS:  # some go before those that follow them: these go, too
-                    expire()
-                pulse(freed)
-            expire()
-        return freed
+            by_name = {space.name: space for space in found}
+            run = _Run(by_name, HIGHEST, now_ns, expired_ns, None, pulse)
+            run.takes_unsent = not self.spares_unsent
+            while more and not by_age.left and run.freed.chunks > before:
+                before = run.freed.chunks
+                more = by_age.search(now_ns, lambda: pulse(run.freed))
+                by_age._take(run)
+        self.emptied += by_age.emptied
+        return run.freed
 
     def _evict(
         self,

@@ -24,13 +24,12 @@ from vua.capacity.removal import (
     Immovable,
     delete_chunk,
     delete_file,
-    drop_empty,
     evict_chunk,
     nbytes_at,
     told_immovable,
 )
-from vua.capacity.spaces import GRACE_S, Show, Space, is_trash, listed, spaces, trash_in
-from vua.capacity.upkeep import Tally, lease, next_tick_ns, server_now_ns, upkeep_directory
+from vua.capacity.spaces import GRACE_S, Show, Space, is_trash, listed, trash_in
+from vua.capacity.upkeep import lease, next_tick_ns, server_now_ns, upkeep_directory
 from vua.capacity.usage import INODES_PER_CHUNK, TOLERANCE, Usage, measure, nbytes_per_inode
 from vua.io.posix import closing_fd
 from vua.io.words import counted
@@ -141,10 +140,9 @@ def evict(
                 need, now_ns, pins_nbytes=pins_most, pulse=partial(pulse, need=need)
             )
             _measure(root, limits, done)  # other processes write meanwhile
-        if done.pinned_nbytes is not None:  # a pass that was not quick
-            _take_census(root, directory)
-    with spaces(root) as found, _opened(root) as above:
-        done.emptied = sum(drop_empty(above, one.name, now_ns) for one in found)
+        if done.pinned_nbytes is not None:  # a pass that was not quick takes the census
+            evictor.search(now_ns, partial(pulse, done.evicted))
+        done.emptied = evictor.emptied
     _judge(limits, done, pins_most)
     done.problems += filter(None, [told_immovable(immovable)])
 
@@ -160,15 +158,6 @@ def _judge(limits: ResolvedLimits, done: Collection, pins_most: int) -> None:
             f"{done.pinned_nbytes} bytes are pinned, more than {PINNED_SHARE:.0%} of the limit: "
             "pinned chunks beyond that, those not used for longest, go when room is needed"
         )
-
-
-def _take_census(root: str | os.PathLike[str], directory: int) -> None:
-    tally = Tally()
-    with spaces(root) as found:
-        for space in found:
-            for fan in space.fans():
-                tally.add(space, *space.columns(fan))
-    tally.write(directory)
 
 
 def _measure(root: str | os.PathLike[str], limits: ResolvedLimits, done: Collection) -> int:

@@ -23,7 +23,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeAlias
 
 from vua.capacity.lru import mtime_ns_of
 from vua.capacity.spaces import Show, Space, chunks_of, fans_of, listed, over_fans, silent
@@ -34,8 +34,6 @@ from vua.storage.names import AFTER, PIN, SUFFIX, TEMPORARY, chunk_path
 
 if TYPE_CHECKING:
     import sqlite3
-
-R = TypeVar("R")
 
 _HEADER_NBYTES: Final = 1024
 """Enough of a header to hold the parent's hash."""
@@ -53,7 +51,6 @@ _SCHEMA: Final = """
     CREATE TABLE marks (chunk TEXT, path TEXT, pin TEXT, before TEXT);
     CREATE INDEX marked ON marks (chunk);
     CREATE TABLE places (name TEXT PRIMARY KEY, depth INT, needed_ns INT) WITHOUT ROWID;
-    CREATE TABLE fresh (name TEXT PRIMARY KEY) WITHOUT ROWID;
     CREATE TABLE past (name TEXT PRIMARY KEY, used_ns INT) WITHOUT ROWID;
     CREATE VIEW pinned AS
         SELECT * FROM chunks WHERE name IN (SELECT chunk FROM marks WHERE pin IS NOT NULL);
@@ -438,6 +435,7 @@ class Listing:
         Given ``fans``, of the other listing only chunks whose names begin with such digits count.
         """
         rows = (row for row in past.names() if fans is None or row[0][:2] in fans)
+        self._base.execute("DELETE FROM past")
         self._base.executemany("INSERT INTO past VALUES (?, ?)", rows)
         found = self._base.execute(
             "SELECT count(*) FILTER (WHERE past.name IS NULL), "
@@ -446,7 +444,6 @@ class Listing:
         )
         new, used, stayed = found.fetchone()
         (before,) = self._base.execute("SELECT count(*) FROM past").fetchone()
-        self._base.execute("DELETE FROM past")
         return new, used, before - stayed
 
     def nodes(self, fan: str) -> dict[str, _Row]:
@@ -472,9 +469,6 @@ class Listing:
         )
         self._ask("INSERT INTO places (name, depth) SELECT name, depth FROM found")
 
-    def _placed(self) -> Iterator[tuple[str]]:
-        return iter(self._base.execute("SELECT name FROM places ORDER BY name"))
-
     def news(
         self, past: Listing | None, *, leaves_first: bool = False
     ) -> Iterator[tuple[str, str]]:
@@ -482,12 +476,13 @@ class Listing:
 
         Parents come before children, or the reverse. Both listings were judged.
         """
-        known = iter(()) if past is None else past._placed()  # noqa: SLF001 - of its class
-        self._base.execute("DELETE FROM fresh")
-        self._base.executemany("INSERT INTO fresh VALUES (?)", _only_in(self._placed(), known))
+        self._base.execute("DELETE FROM past")
+        if past is not None:
+            known = past._base.execute("SELECT name, 0 FROM places")  # noqa: SLF001 - of its class
+            self._base.executemany("INSERT INTO past VALUES (?, ?)", known)
         return self._ask(
-            "SELECT name, before FROM fresh JOIN places USING (name) JOIN chunks USING (name) "
-            "ORDER BY depth * ?, name",
+            "SELECT name, before FROM places JOIN chunks USING (name) "
+            "WHERE name NOT IN (SELECT name FROM past) ORDER BY depth * ?, name",
             (-1 if leaves_first else 1,),
         )
 
@@ -567,15 +562,6 @@ class Listing:
         """Yield them in order."""
         query = "SELECT name FROM chunks WHERE goes IS NOT NULL ORDER BY goes, name"
         return (name for (name,) in self._base.execute(query))
-
-
-def _only_in(one: Iterator[R], other: Iterator[R]) -> Iterator[R]:
-    there = next(other, None)
-    for here in one:
-        while there is not None and there < here:  # type: ignore[operator]
-            there = next(other, None)
-        if there != here:
-            yield here
 
 
 # -- of a directory -------------------------------------------------------------------------------

@@ -86,11 +86,13 @@ class CensusTest(DirectoryTest):
 
     def test_written_by_a_sweep(self) -> None:
         """So does a search for victims in all chunks, which looks at each anyway."""
+        found = Evictor(self.root)
+        found.shares = True
         with mock.patch.object(evictor, "SHARED", 2 * CHUNKS):
-            Evictor(self.root).search(time.time_ns())
+            found.search(time.time_ns())
         self.assertEqual({}, read_census(self.root))
         with mock.patch.object(evictor, "SHARED", CHUNKS // 2):  # a sweep estimates its chunks
-            Evictor(self.root).search(time.time_ns())
+            found.search(time.time_ns())
         (counted,) = read_census(self.root).values()
         times_ns = sorted(path.parent.stat().st_mtime_ns for path in self.files())
         self.assertEqual((CHUNKS, times_ns[0], times_ns[-1]), (counted.chunks, *counted[3:]))
