@@ -508,10 +508,6 @@ class Catalog(ABC):
         del security
         return []
 
-    def lifecycle(self) -> tuple[Mapping[str, Any] | None, list[Finding]]:
-        """Return S3's lifecycle rules for the cache, if it can have any, and what was found."""
-        return None, []
-
     # -- what lies in it --------------------------------------------------------------------------
 
     def contents(self) -> tuple[list[Description], list[str]]:

@@ -17,22 +17,20 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import math
 import secrets
 import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from typing import Any, Final
-from urllib.parse import urlsplit
+from typing import Final
 
 import numpy as np
 
 from vua.capacity.bucket import pin_in_bucket, read_bucket_bounds, unpin_in_bucket
 from vua.capacity.limits import Limits, bounds_text
 from vua.capacity.listing import ListedChunk, Listing
-from vua.capacity.spaces import Show, is_fan
+from vua.capacity.spaces import Show
 from vua.catalog.base import (
     Catalog,
     Demand,
@@ -55,8 +53,6 @@ from vua.storage.description import DESCRIPTION, Description
 from vua.storage.location import BucketPath
 from vua.storage.mark import LIMITS_FILE, bucket_contents, claim, claimable
 from vua.storage.names import (
-    PARENTS,
-    QUARANTINE,
     SUFFIX,
     entry_at,
     is_renewing,
@@ -370,52 +366,11 @@ class BucketCatalog(Catalog):
             with suppress(OSError):
                 bucket.delete([key])
 
-    def lifecycle(self) -> tuple[Mapping[str, Any] | None, list[Finding]]:
-        """Make a rule for `aws s3api put-bucket-lifecycle-configuration`.
-
-        It has the time of `vua ttl`, or 30 days, and leaves out the descriptions
-        (``namespace.json``, ``vua.json``) by their size. If a bucket keeps versions, earlier ones
-        are deleted after a day. None where objects that are not VUA's are below the prefix, as far
-        as the folders of chunks show it.
-        """
-        if self.root.bucket.scheme not in ("s3", "memory"):
-            return None, []
-        try:
-            found, others = self.contents()
-            ttl_s = self.bounds().ttl_s
-            clean = not others and all(
-                one.identity and _is_clean(self.root / one.name) for one in found
-            )
-        except (OSError, ConfigError):
-            return None, []
-        if not clean:
-            text = "objects that are not VUA's are there: a rule for the prefix would delete them"
-            return None, [Finding("lifecycle", "note", text)]
-        prefix = urlsplit(str(self.root)).path.strip("/")
-        rule = {
-            "ID": "vua-unused",
-            "Status": "Enabled",
-            "Filter": {
-                "And": {
-                    "Prefix": f"{prefix}/" if prefix else "",
-                    "ObjectSizeGreaterThan": _DESCRIPTION_NBYTES,
-                }
-            },
-            "Expiration": {"Days": _DAYS if ttl_s is None else max(1, math.ceil(ttl_s / _DAY_S))},
-            "NoncurrentVersionExpiration": {"NoncurrentDays": 1},
-            "AbortIncompleteMultipartUpload": {"DaysAfterInitiation": 1},
-        }
-        return {"Rules": [rule]}, []
-
 
 _NBYTES: Final = 2 << 20
 _AT_ONCE: Final = 8
 _ROUNDS: Final = 4
 """Requests after each other of a load: three rounds of a lookup, and the first object."""
-_DAYS: Final = 30
-_DESCRIPTION_NBYTES: Final = 16384
-"""Descriptions and marks are smaller, and must stay; entries are larger."""
-_DAY_S: Final = 86400
 
 
 def _write(bucket: Bucket, key: str) -> Verdict:
@@ -456,13 +411,3 @@ def _deletion(bucket: Bucket, key: str) -> Verdict:
     except FileNotFoundError:
         return "ok", "what is deleted is gone"
     return "note", "what is deleted is still seen for a while"
-
-
-def _is_clean(bucket_path: BucketPath) -> bool:
-    """Whether a namespace's top level holds only VUA's objects. Raises StorageError."""
-    folders, objects = bucket_path.bucket.folders(bucket_path.key)
-    names = [one.removeprefix(f"{bucket_path.key}/") for one in folders]
-    known = (PARENTS, QUARANTINE)
-    return all(name in known or is_fan(name) for name in names) and not any(
-        kind_at(one.key.removeprefix(f"{bucket_path.key}/")) == "stray" for one in objects
-    )

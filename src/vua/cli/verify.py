@@ -9,7 +9,6 @@ readers do not accept it, and the next save replaces it.
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
@@ -50,14 +49,8 @@ from vua.security.settings import Security
 from vua.storage.description import Description
 
 
-def _show_findings(findings: Sequence[Finding], rules: Mapping[str, Any] | None) -> None:
-    rows = [(one.level, one.name, one.text) for one in findings]
-    table(["state", "what", "found"], rows)
-    if rules is not None:
-        days = counted(rules["Rules"][0]["Expiration"]["Days"], "day")
-        print(f"\nA lifecycle rule that deletes what was not written or renewed for {days}")
-        print("below its prefix, also other programs' objects:")
-        print(json.dumps(rules, indent=1))
+def _show_findings(findings: Sequence[Finding]) -> None:
+    table(["state", "what", "found"], [(one.level, one.name, one.text) for one in findings])
 
 
 @command("doctor")
@@ -86,16 +79,11 @@ def doctor(
     security = Security(trusted_uids=_uids(trusted_uids))
     demand = Demand(token_bytes or _token_nbytes(catalog), prefill or 0.0)
     findings = list(catalog.findings(security, demand))
-    rules = None
-    if findings[0].level == "ok":  # it can be reached
-        rules, more = catalog.lifecycle()
-        findings += more
     return Report(
-        partial(_show_findings, findings, rules),
+        partial(_show_findings, findings),
         status=DAMAGED if any(one.level == "bad" for one in findings) else SOUND,
         directory=directory,
         findings=[asdict(one) for one in findings],
-        lifecycle=rules,
     )
 
 
