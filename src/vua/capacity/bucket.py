@@ -2,35 +2,23 @@
 
 A bucket has no times of use, and listing it costs requests. So nothing is evicted here: the
 bucket's lifecycle rule deletes old objects, see docs/object-stores.md. ``bounds.json`` is there as
-in a directory; its ``ttl_s`` is the life of an unused object.
-
-:class:`Renewal` keeps used objects young, since a bucket counts from the last write. If the cache's
-``bounds.json`` has a ``ttl_s``, a use renews objects older than half of it: the server copies them.
-What a lookup or a load was answered tells how old an object is, so a young one costs no request.
-Else a process checks a chunk at most four times in such a life, by one request, so that processes
-that use the same chunk renew it once; a renewal takes two copies and a deletion per object. This
-happens on its own thread.
+in a directory; its ``ttl_s`` is the life of an object. It counts from the write: what is used on is
+computed and stored once more in that time, which costs about as much as copies that keep it young.
 """
 
 from __future__ import annotations
 
 import logging
-import math
-import time
 from collections import Counter
 from collections.abc import Callable, Sequence
-from functools import partial
-from typing import Final
 
 from vua.capacity.limits import MAX_BOUNDS_NBYTES, Limits, parse_bounds
-from vua.capacity.lru import Recent, Touches
 from vua.capacity.reservation import Unlimited
-from vua.errors import ConfigError
 from vua.format.keys import ChunkKey, Keys
 from vua.storage.bucket import Bucket
 from vua.storage.location import BucketPath
 from vua.storage.mark import LIMITS_FILE
-from vua.storage.names import PIN, chunk_path, entry_at
+from vua.storage.names import PIN, chunk_path
 from vua.storage.object import ObjectStorage
 
 log = logging.getLogger(__name__)
@@ -39,8 +27,8 @@ log = logging.getLogger(__name__)
 class BucketCapacity:
     """As :class:`vua.capacity.reclaim.Capacity` for a directory. Thread-safe.
 
-    Bounds nothing, and renews objects while they are used. Pins are the same marks as in a
-    directory. Pins that an engine's request asks for are not supported here: logged once.
+    Bounds nothing. Pins are the same marks as in a directory; those that an engine's request asks
+    for are not supported here: logged once.
     """
 
     batch_bytes = 1 << 40
@@ -48,7 +36,6 @@ class BucketCapacity:
     def __init__(self, storage: ObjectStorage, bounds: Limits | None = None) -> None:
         """Bound nothing of ``storage``; logs that if ``bounds`` ask for it."""
         self._storage, self._bucket_path = storage, storage.directory
-        self.renewals = [Renewal(storage, bounds)]
         self._warned: set[str] = set()
         self.counts: Counter[str] = Counter()
         if bounds is not None and bounds.max_bytes is not None:
@@ -58,26 +45,16 @@ class BucketCapacity:
             )
 
     def close(self) -> None:
-        """Finish what is queued, for some seconds at most."""
-        for one in self.renewals:
-            one.close()
         self._storage.close()
 
     def reserve(
-        self,
-        keys: Sequence[ChunkKey],
-        nbytes: int,
-        *,
-        prompt: tuple[int, int] = (0, 0),
+        self, keys: Sequence[ChunkKey], nbytes: int, *, prompt: tuple[int, int] = (0, 0)
     ) -> Unlimited:
         del keys, nbytes, prompt
         return Unlimited()
 
     def used(self, keys: Keys, chunks: int, *, wait: bool = False, storing: bool = False) -> None:
-        """Renew old objects among the first ``chunks``, in the background."""
-        del wait, storing
-        for one in self.renewals:
-            one.used(keys, chunks)
+        """Do nothing: a bucket has no times of use."""
 
     def hinted(self, chunks: Sequence[str], retain_s: float, chunk_nbytes: int) -> str:
         """Heed nothing: nothing is evicted here."""
@@ -167,91 +144,3 @@ def read_bucket_bounds(bucket_path: BucketPath) -> Limits:
     except FileNotFoundError:
         return Limits()
     return parse_bounds(data, bucket_path / LIMITS_FILE)
-
-
-_BOUNDS_S: Final = 600.0
-"""How long the content of ``bounds.json`` is cached."""
-_CLOSE_S: Final = 5.0
-
-
-class Renewal:
-    """Renews the chunks of one namespace. Thread-safe; each process checks for itself."""
-
-    def __init__(self, storage: ObjectStorage, bounds: Limits | None = None) -> None:
-        """Renew objects of a namespace; sends nothing.
-
-        The shorter ``ttl_s`` of ``bounds`` and ``bounds.json`` applies.
-        """
-        self._bucket_path, self._bounds = storage.directory, bounds or Limits()
-        self._storage = storage
-        self.counts: Counter[str] = Counter()
-        """So far: looked (chunks), renewed (objects), failed."""
-        self._touches = Touches()
-        self._stop_s = math.inf
-        self._life_s: float | None = None
-        self._asked_s = -_BOUNDS_S
-        self._recent = Recent(0.0)
-        self._file = ""
-        """File name under which this namespace's entries were last found in a chunk's folder."""
-
-    def close(self) -> None:
-        """Process what is queued, for some seconds at most; a second call does nothing."""
-        self._stop_s = min(self._stop_s, time.monotonic() + _CLOSE_S)
-        self._touches.close()
-
-    def used(self, keys: Keys, chunks: int) -> None:
-        """Note that the first ``chunks`` chunks of ``keys`` were used; returns at once."""
-        if chunks and self._stop_s == math.inf and self._touches.wants(keys[chunks - 1].name):
-            names = [keys[index].name for index in range(chunks)]
-            self._touches.touch(partial(self._renew, names))
-
-    def _renew(self, chunks: Sequence[str]) -> None:
-        try:
-            life_s = self._life()
-            for chunk in chunks:
-                if life_s is None or time.monotonic() > self._stop_s:
-                    return
-                before_s = time.time() - life_s / 2
-                if (self._storage.times.get(chunk) or 0.0) < before_s and self._recent.passes(
-                    chunk
-                ):
-                    self._renew_chunk(chunk, before_s)
-        except (OSError, ConfigError) as problem:  # what is left is looked at the next time
-            self.counts["failed"] += 1
-            log.debug("%s: not renewed: %s", self._bucket_path, problem)
-
-    def _life(self) -> float | None:
-        """Return the life of an unused object. Raises StorageError, ConfigError."""
-        now_s = time.monotonic()
-        if now_s - self._asked_s >= _BOUNDS_S:
-            both = (self._bounds, read_bucket_bounds(self._bucket_path.parent))
-            life_s = min((one.ttl_s for one in both if one.ttl_s is not None), default=None)
-            if life_s is not None and life_s != self._life_s:
-                self._recent = Recent(life_s / 4)
-            self._life_s, self._asked_s = life_s, now_s
-        return self._life_s
-
-    def _renew_chunk(self, chunk: str, before_s: float) -> None:
-        """Renew a chunk's objects written before ``before_s``. Raises StorageError.
-
-        This host's clock is good enough: a bucket refuses requests of one that is minutes off.
-        """
-        self.counts["looked"] += 1
-        bucket, folder = self._bucket_path.bucket, self._bucket_path / chunk_path(chunk)
-        if self._file:
-            try:
-                modified_s = bucket.head((folder / self._file).key).modified_s
-                self._storage.note_time(chunk, modified_s)
-                if modified_s >= before_s:
-                    return
-            except FileNotFoundError:
-                pass  # stored in other shards, or gone
-        for one in list(bucket.walk(folder.key)):
-            if not entry_at(one.key.removeprefix(f"{self._bucket_path.key}/")):
-                continue
-            self._file = one.key.rpartition("/")[2]
-            self._storage.note_time(chunk, one.modified_s)
-            if one.modified_s < before_s:
-                bucket.renew(one.key)
-                self._storage.note_time(chunk, time.time())
-                self.counts["renewed"] += 1

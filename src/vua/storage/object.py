@@ -84,7 +84,6 @@ _HEAD_NBYTES: Final = 1 << 10
 """Enough of an entry to tell the chunk before."""
 _RENEW_S: Final = 60.0
 _MAX_STUCK: Final = 4096
-_MOST_TIMES: Final = 1 << 16
 _PROBES: Final = 16
 """Names per :meth:`ObjectStorage.exists`."""
 _BATCH_NBYTES: Final = 256 << 20
@@ -116,18 +115,10 @@ class ObjectStorage:
         self._lock = threading.Lock()
         self._parents: list[tuple[str, str]] = []
         """Chunks that were stored, each with the one before it, and not written down yet."""
-        self.times: dict[str, float] = {}
-        """When chunks' objects were last written, as far as answers told: seconds since 1970 by the
-        server's clock."""
 
     def close(self) -> None:
         """Write which chunk precedes which; the bucket stays open."""
         self._write_parents(_LEAST)
-
-    def note_time(self, chunk: str, modified_s: float) -> None:
-        if len(self.times) >= _MOST_TIMES:
-            self.times.clear()
-        self.times[chunk] = modified_s
 
     def _key(self, name: str) -> str:
         return f"{self.directory.key}/{entry_path(name)}"
@@ -158,7 +149,6 @@ class ObjectStorage:
         name, whole = batch.names[index], nbytes == batch.nbytes
 
         def note(meta: Meta) -> None:
-            self.note_time(name.partition("/")[0], meta.modified_s)
             if tags.setdefault(index, meta.tag) != meta.tag:
                 raise FileNotFoundError(name)  # replaced between two requests
 
@@ -198,9 +188,7 @@ class ObjectStorage:
             with suppress(OSError):
                 if key in self._bucket.stuck:
                     return None
-                meta = self._bucket.head(key)
-                self.note_time(key.rsplit("/", 2)[1], meta.modified_s)
-                return meta.nbytes
+                return self._bucket.head(key).nbytes
             return None
 
         sizes = self._bucket.each(head, [self._key(name) for name in names], small=True)

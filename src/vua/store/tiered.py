@@ -25,13 +25,11 @@ from typing import Final
 
 import numpy as np
 
-from vua.capacity.bucket import Renewal
 from vua.capacity.limits import Limits
 from vua.capacity.lru import mtime_ns_of, set_mtime
 from vua.capacity.marks import mark
 from vua.capacity.reclaim import Capacity
 from vua.errors import EntryError, StorageError
-from vua.format.keys import Keys
 from vua.io.forks import watch
 from vua.io.pool import Job, Pool
 from vua.storage.base import (
@@ -469,7 +467,7 @@ def _copy_rows(batch: Batch, first: int, part: Batch, count: int) -> None:
 
 
 class TieredCapacity(Capacity):
-    """The capacity of a tiered directory: entries are uploaded, and stay young in buckets."""
+    """The capacity of a tiered directory: entries are uploaded."""
 
     def __init__(
         self,
@@ -481,19 +479,10 @@ class TieredCapacity(Capacity):
         self.spare_unsent()
         self.travel = Travel(near, far, self)
         self._buckets = [one for one in far if isinstance(one, ObjectStorage)]
-        self.renewals = [Renewal(one, bounds) for one in self._buckets]
-
-    def used(self, keys: Keys, chunks: int, *, wait: bool = False, storing: bool = False) -> None:
-        """As in a directory; also renew old objects in buckets, in the background."""
-        super().used(keys, chunks, wait=wait, storing=storing)
-        for one in self.renewals:
-            one.used(keys, chunks)
 
     def close(self) -> None:
         """Upload what waits, for some seconds at most, and finish pending work."""
         self.travel.close()
-        for one in self.renewals:
-            one.close()
         for storage in self._buckets:
             storage.close()
         super().close()
