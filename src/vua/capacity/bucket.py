@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 
 from vua.capacity.limits import MAX_BOUNDS_NBYTES, Limits, parse_bounds
-from vua.capacity.reservation import Unlimited
+from vua.capacity.lru import Unlimited
 from vua.format.keys import ChunkKey, Keys
 from vua.storage.bucket import Bucket
 from vua.storage.location import BucketPath

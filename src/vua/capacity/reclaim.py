@@ -36,6 +36,7 @@ from vua.capacity.lru import (
     MTIME_STEP_NS,
     ORPHAN_MTIME_NS,
     LeastHitDensity,
+    Pending,
     Recent,
     Touches,
     inherit,
@@ -43,7 +44,6 @@ from vua.capacity.lru import (
     set_mtime,
 )
 from vua.capacity.removal import NOTHING, DeletionTotals, drop_empty_fans
-from vua.capacity.reservation import Pending
 from vua.capacity.spaces import Space
 from vua.capacity.upkeep import Lease, lease, next_tick_ns, upkeep_directory
 from vua.capacity.usage import BURST_FILES, UsageEstimate

@@ -23,8 +23,8 @@ from typing import TYPE_CHECKING, Final, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
+from vua.capacity.lru import Unlimited
 from vua.capacity.reclaim import Reservation
-from vua.capacity.reservation import Unlimited
 from vua.errors import InputError, StorageFullError
 from vua.format.entry import ENCRYPTED, PLAIN, EntryCodec
 from vua.format.keys import ChunkKey, Keys
