@@ -175,15 +175,15 @@ def work_writer(place: str, most: int, prompts: int) -> dict[str, Any]:
 def work_calls(place: str) -> dict[str, Any]:
     """Evict a burst, which looks for victims, and when told so two more."""
     evictor, upkeep, looks = Evictor(place, policy=LRU()), upkeep_directory(place), 0
-    real = spaces.columns_of
+    real = spaces.Space.columns
 
-    def columns_of(space: spaces.Space, fan: str) -> tuple[Sequence[str], spaces.Column]:
+    def columns(space: spaces.Space, fan: str) -> tuple[Sequence[str], spaces.Column]:
         nonlocal looks
         found = real(space, fan)
         looks += len(found[0])
         return found
 
-    with mock.patch.object(spaces, "columns_of", columns_of):
+    with mock.patch.object(spaces.Space, "columns", columns):
         gone = evictor.evict(BURST * CODEC.file_nbytes, next_tick_ns(upkeep)).chunks
     told = {"looks": looks / (gone + evictor.left)}
     print("ready", flush=True)

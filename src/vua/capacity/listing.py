@@ -26,7 +26,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeAlias
 
 from vua.capacity.lru import mtime_ns_of
-from vua.capacity.spaces import Show, Space, chunks_of, fans_of, listed, over_fans, silent
+from vua.capacity.spaces import Show, Space, listed, over_fans, silent
 from vua.errors import ConfigError, StorageError
 from vua.format.parse import parent_in
 from vua.io.posix import closing_fd
@@ -580,7 +580,7 @@ def read_listing(
     of the time), and their pins are left out. Without ``headers`` it is not known which chunk
     precedes which.
     """
-    found, every = Listing(), fans_of(space)
+    found, every = Listing(), space.fans()
     parts_of = over_fans(partial(_part_of, space, headers=headers), space, every)
     if known is not None:
         parts_of = (_part_of(space, fan, known.nodes(fan)) for fan in every)
@@ -600,7 +600,7 @@ def _part_of(
     headers: bool = True,
 ) -> _Part:
     part = _Part([], [], [])
-    for chunk, mtime_ns in chunks_of(space, fan):
+    for chunk, mtime_ns in space.chunks(fan):
         if chunk[:2] != fan or not _NAME.fullmatch(chunk):
             continue  # no lookup looks for it there
         row = (known or {}).get(chunk)

@@ -22,7 +22,6 @@ from vua.capacity.spaces import (
     GRACE_S,
     TRASH,
     Space,
-    fans_of,
     is_chunk,
     is_chunk_file,
     is_fan,
@@ -356,7 +355,7 @@ def drop_empty_fans(root: str | os.PathLike[str]) -> None:
     """
     with spaces(root) as found:
         for space in found:
-            for fan in fans_of(space):
+            for fan in space.fans():
                 _remove(space.fd, fan)
 
 

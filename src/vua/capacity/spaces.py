@@ -94,19 +94,28 @@ class Space:
         return self._pool is not None and self._pool.is_hidden(self.name)
 
     def fans(self) -> list[str]:
-        """As :func:`fans_of`."""
-        return fans_of(self)
+        """Return the names of its fan-out directories, in order."""
+        with listed(self.fd, ".") as entries:
+            return sorted(entry.name for entry in entries if is_fan(entry.name))
 
     def columns(self, fan: str) -> tuple[ChunkNames, Column]:
-        """As :func:`columns_of`."""
-        return columns_of(self, fan)
+        """Return the names and mtimes of the chunks in one fan-out directory."""
+        import numpy as np  # noqa: PLC0415 - what only looks goes without
+
+        from vua.native import ChunkNames, list_chunks  # noqa: PLC0415 - as numpy
+
+        with opened(self.fd, fan) as fd:
+            none = ChunkNames.of(()), np.empty(0, dtype=np.int64)
+            return none if fd is None else list_chunks(fd)
+
+    def chunks(self, fan: str) -> Iterator[tuple[str, int]]:
+        """Return (name, mtime) of each chunk in one fan-out directory."""
+        names, mtimes_ns = self.columns(fan)
+        return zip(names, mtimes_ns.tolist(), strict=True)
 
     def __reduce__(self) -> tuple[type[Space], tuple[str, int]]:
         """Go to a process that was forked, where descriptors are the same ones."""
         return Space, (self.name, self.fd)
-
-    def __repr__(self) -> str:
-        return f"Space({self.name!r})"
 
 
 class _Pool:
@@ -206,28 +215,6 @@ def is_fan(name: str) -> bool:
     return _FAN.fullmatch(name) is not None
 
 
-def fans_of(space: Space) -> list[str]:
-    """Return the names of a namespace's fan-out directories, in order."""
-    with listed(space.fd, ".") as entries:
-        return sorted(entry.name for entry in entries if is_fan(entry.name))
-
-
-def columns_of(space: Space, fan: str) -> tuple[ChunkNames, Column]:
-    """Return the names and mtimes of the chunks in one fan-out directory."""
-    import numpy as np  # noqa: PLC0415 - what only looks goes without
-
-    from vua.native import ChunkNames, list_chunks  # noqa: PLC0415 - as numpy
-
-    with opened(space.fd, fan) as fd:
-        return (ChunkNames.of(()), np.empty(0, dtype=np.int64)) if fd is None else list_chunks(fd)
-
-
-def chunks_of(space: Space, fan: str) -> Iterator[tuple[str, int]]:
-    """Return (name, mtime) of each chunk in one fan-out directory."""
-    names, mtimes_ns = columns_of(space, fan)
-    return zip(names, mtimes_ns.tolist(), strict=True)
-
-
 def chunk_nbytes(space: Space, path: str) -> int:
     """Return the bytes of the files in a chunk's directory (or any other, not recursively)."""
     total = 0
@@ -263,8 +250,8 @@ def is_ours(space: Space) -> bool:
     """
     if is_described(space.fd, space.name) or is_unknown(space.fd, space.name):
         return True
-    for fan in fans_of(space):
-        for chunk, _ in chunks_of(space, fan):
+    for fan in space.fans():
+        for chunk, _ in space.chunks(fan):
             with listed(space.fd, f"{fan}/{chunk}") as entries:
                 ours = filter(is_chunk_file, entries)
                 if any(chunk_file_kind(one.name) == "entry" for one in ours):

@@ -21,7 +21,7 @@ from typing import Final, NamedTuple
 import numpy as np
 
 from vua.capacity.limits import Limits, ResolvedLimits
-from vua.capacity.spaces import EXHAUSTED, GONE, Space, chunk_nbytes, fans_of, opened, spaces
+from vua.capacity.spaces import EXHAUSTED, GONE, Space, chunk_nbytes, opened, spaces
 from vua.capacity.upkeep import read_census
 from vua.errors import ConfigError
 from vua.native import ChunkNames, chunk_sizes, list_names
@@ -125,7 +125,7 @@ def measure(
 
 def _measure(space: Space, counted: int, sized: int) -> Usage | None:
     """Measure one namespace; None if nothing in it may be read."""
-    fans = fans_of(space)
+    fans = space.fans()
     random.shuffle(fans)
     picked: list[str] = []
     seen = count = 0

@@ -24,8 +24,6 @@ from vua.capacity.spaces import (
     Space,
     about_chunks,
     chunk_nbytes,
-    chunks_of,
-    fans_of,
     is_large,
     is_ours,
     is_trash,
@@ -89,14 +87,14 @@ class DirectoryNamespace(NamespaceCatalog):
     # -- what is in it ----------------------------------------------------------------------------
 
     def items(self) -> Iterator[Item]:
-        for fan in (*fans_of(self.space), ""):
+        for fan in (*self.space.fans(), ""):
             yield from walk(self.space, fan)
 
     def content(self, show: Show, *, long: bool = False, exact: bool = True) -> Content:
         content, space = Content(self.stated, self.state), self.space
         if not (long or exact) and is_large(space):
             return self._counted_before(content)
-        fans = fans_of(space)
+        fans = space.fans()
         work = partial(_count_fan, Content(self.stated, self.state), space, long=long)
         parts, content.entries = over_fans(work, space, fans), Entries()
         for number, part in enumerate(parts, 1):
@@ -127,7 +125,7 @@ class DirectoryNamespace(NamespaceCatalog):
         if fans is None:
             return read_listing(self.space, show, headers=False)
         found = Listing()  # of a sample names and times alone: a fortieth of the time
-        for name, used_ns in chain.from_iterable(chunks_of(self.space, fan) for fan in fans):
+        for name, used_ns in chain.from_iterable(self.space.chunks(fan) for fan in fans):
             found.add(name, "", 0, used_ns)
         found.end()
         return found
@@ -227,7 +225,7 @@ class DirectoryNamespace(NamespaceCatalog):
         from vua.catalog.check import Check, Verification, sampled
 
         try:
-            large, names = is_large(self.space), ["", *sampled(fans_of(self.space), share)]
+            large, names = is_large(self.space), ["", *sampled(self.space.fans(), share)]
         except OSError as problem:
             part = Verification(self.stated, "")
             part.add(".", Check("error", (problem.strerror or str(problem),), 0))

@@ -19,7 +19,7 @@ from vua.capacity.listing import (
     temporary_database,
 )
 from vua.capacity.marks import pin
-from vua.capacity.spaces import Space, chunks_of, fans_of, spaces
+from vua.capacity.spaces import Space, spaces
 from vua.errors import ConfigError, StorageError
 
 ONE, TWO, THREE = (digit * 64 for digit in "123")
@@ -29,7 +29,7 @@ class Plain:
     """What a listing of a directory has to say, by dictionaries."""
 
     def __init__(self, space: Space) -> None:
-        names = dict(one for fan in fans_of(space) for one in chunks_of(space, fan))
+        names = dict(one for fan in space.fans() for one in space.chunks(fan))
         self.used_ns = names
         self.nodes = {name: read_node(space, name) for name in names}
         self.children = defaultdict[str, list[str]](list)

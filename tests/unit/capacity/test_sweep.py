@@ -65,12 +65,12 @@ class SweepTest(DirectoryTest):
         """Count how often each fan-out directory is looked at."""
         looks: Counter[str] = Counter()
 
-        def columns_of(space: Space, fan: str) -> object:
+        def columns(space: Space, fan: str) -> object:
             looks[fan] += 1
             return real(space, fan)
 
-        real = spaces.columns_of
-        with mock.patch.object(spaces, "columns_of", columns_of):
+        real = spaces.Space.columns
+        with mock.patch.object(spaces.Space, "columns", columns):
             yield looks
 
     def sharing(self) -> Evictor:
@@ -119,16 +119,16 @@ class TestParts(SweepTest):
             mock.patch.object(evictor, "_LOWEST", 4),  # of so few
             self.counted() as looks,
         ):
-            seen, answered, real = 0, threading.Event(), spaces.columns_of
+            seen, answered, real = 0, threading.Event(), spaces.Space.columns
 
-            def columns_of(space: Space, fan: str) -> object:
+            def columns(space: Space, fan: str) -> object:
                 nonlocal seen
                 seen += 1
                 if seen > 256 // 15:
                     answered.wait(SOON_S)  # what comes later hangs until the writer has gone on
                 return real(space, fan)
 
-            with mock.patch.object(spaces, "columns_of", columns_of):
+            with mock.patch.object(spaces.Space, "columns", columns):
                 self.assertTrue(reclaimer.grant(NBYTES))
                 answered.set()
                 until(lambda: sum(looks.values()) >= self.fans)
