@@ -564,6 +564,8 @@ class Evictor:
         seen_ns: int,
         run: _Run | None,
         aside: str = "",
+        *,
+        pinned: bool = False,
     ) -> DeletionTotals:
         """Delete a chunk, which was moved to ``aside`` already if that is given."""
         space, known = by_name.get(victim.space), (victim.space, victim.chunk)
@@ -576,9 +578,11 @@ class Evictor:
             if aside:
                 nbytes = delete_aside(space, victim.chunk, aside, victim.mtime_ns)
             else:
-                nbytes = evict_chunk(space, victim.chunk, mtime_ns=victim.mtime_ns)
+                nbytes = evict_chunk(space, victim.chunk, pinned=pinned, mtime_ns=victim.mtime_ns)
         except ImmovableError as problem:
-            self._pass_over(victim, problem)
+            self.immovable[known] = problem
+            if len(self.immovable) == 1:
+                log.warning("%s: %s", self._root, told_immovable(self.immovable))
             return NOTHING
         if nbytes is None:
             if run is not None and is_unchanged(space.fd, victim.chunk, victim.mtime_ns, seen_ns):
@@ -587,11 +591,6 @@ class Evictor:
             return NOTHING
         self._tell(victim)
         return DeletionTotals(1, nbytes)
-
-    def _pass_over(self, victim: Candidate, problem: OSError) -> None:
-        self.immovable[victim.space, victim.chunk] = problem
-        if len(self.immovable) == 1:
-            log.warning("%s: %s", self._root, told_immovable(self.immovable))
 
     def _keep_prefix(self, space: Space, chunk: str) -> None:
         for one in ancestors(space, chunk):
@@ -615,15 +614,5 @@ class Evictor:
         while self._held_nbytes > run.pins_nbytes:
             first, nbytes = self._held.popleft()
             self._held_nbytes -= nbytes
-            space = run.by_name.get(first.space)
-            if space is None or not is_unchanged(space.fd, first.chunk, first.mtime_ns, seen_ns):
-                continue
-            try:
-                gone = evict_chunk(space, first.chunk, pinned=True)
-            except ImmovableError as problem:
-                self._pass_over(first, problem)
-                continue
-            if gone is not None:
-                self._tell(first)
-                freed += DeletionTotals(1, gone)
+            freed += self._evict(first, run.by_name, seen_ns, None, pinned=True)
         return freed

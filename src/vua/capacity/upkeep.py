@@ -26,7 +26,6 @@ import hmac
 import json
 import os
 import re
-import secrets
 import stat
 import time
 from collections import Counter
@@ -163,17 +162,11 @@ def lease(directory: int, name: str = "search", *, stays_s: float = 0.0) -> Iter
 def _made(directory: int, name: str, expiry_s: float) -> int | None:
     """Make the lease, in the place of one that has expired; None while a process holds it."""
     fd = _create(directory, name)
-    if fd is not None or not _expired(directory, name, expiry_s):
-        return fd
-    try:
-        aside = f"{name}-{secrets.token_hex(4)}"
-        os.rename(name, aside, src_dir_fd=directory, dst_dir_fd=directory)
-        os.unlink(aside, dir_fd=directory)
-    except OSError as problem:  # another process was faster, or the file system is full
-        if problem.errno in FULL:
-            with suppress(OSError):
-                os.unlink(name, dir_fd=directory)
-    return _create(directory, name)
+    if fd is None and _expired(directory, name, expiry_s):
+        with suppress(OSError):  # another process was faster
+            os.unlink(name, dir_fd=directory)
+        fd = _create(directory, name)
+    return fd
 
 
 def _create(directory: int, name: str) -> int | None:
