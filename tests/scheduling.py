@@ -78,7 +78,7 @@ def scheduler_of(test: Any, root: Any, model: Model | None = None, **given: Any)
 
     model = model or model_of()
     roles = {name: given.pop(name, True) for name in ("loads", "saves")}
-    of_side = {name: given.pop(name) for name in ("events", "clock") if name in given}
+    of_side = {name: given.pop(name) for name in ("clock",) if name in given}
     settings = {"chunk_tokens": model.chunk_tokens, "witness_every": 0} | given
     config = ConnectorConfig(shared_storage_path=str(root), **settings)
     side = SchedulerSide(model, config, **roles, **of_side)
@@ -126,7 +126,7 @@ def worker_of(root: Any, caches: Sequence[Any], layout: KVLayout, **given: Any) 
 
 
 _OF_MODEL = ("block", "name", "trusts_itself", "blocks", "workers")
-_OF_WORKER = ("memory", "identification", "events", "clock")
+_OF_WORKER = ("memory", "identification", "clock")
 
 
 def loading(keys: Sequence[Any], blocks: Sequence[int], name: str = "r") -> ConnectorMetadata:

@@ -132,10 +132,6 @@ def with_engine(phase: dict[str, Any]) -> dict[str, Any]:
     from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
 
     settings = dict(phase["engine"])
-    if "kv_events_config" in settings:
-        from vllm.config.kv_events import KVEventsConfig
-
-        settings["kv_events_config"] = KVEventsConfig(**settings["kv_events_config"])
     if "ec_transfer_config" in settings:
         from vllm.config import ECTransferConfig
 
@@ -257,7 +253,7 @@ def wait_for_saves(_worker: Any = None) -> None:
 
 
 def settle(llm: Any) -> None:
-    """Wait until this engine has stored everything, and has published its events."""
+    """Wait until this engine has stored everything."""
     from vllm import SamplingParams
 
     from vua.vllm.tier import VUATier
@@ -268,8 +264,6 @@ def settle(llm: Any) -> None:
     for tier in [one for one in gc.get_objects() if type(one) is VUATier]:
         tier.drain_jobs()
         llm.generate([{"prompt_token_ids": [1, 2, 3]}], some_steps, use_tqdm=False)
-    if llm.llm_engine.vllm_config.kv_events_config is not None:
-        time.sleep(0.2)  # the publisher's own thread
 
 
 @contextmanager

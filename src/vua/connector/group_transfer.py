@@ -207,18 +207,18 @@ class ShardFiles:
         *,
         goes_on: Callable[[], bool] = lambda: True,
         believed: Container[bytes] | None = None,
-    ) -> Iterator[ChunkKey]:
-        """Read what follows a chunk that cannot be loaded for ``reason``; yield all that is gone.
+    ) -> None:
+        """Read what follows the first of the keys, if that cannot be loaded for a ``reason``.
 
         Other damaged chunks are then out of sight before the recomputed ones are saved; otherwise
-        each load would find, and heal, only one. For reasons that say nothing about a file nothing
-        is known to be gone. Begins with the first of the keys. Reads while it ``goes_on``.
+        each load would find, and heal, only one. Reads while it ``goes_on``, unless a reason says
+        nothing about a file.
         """
+        if reason is None:
+            return
         loader = self._loader(buffer)
         while reason not in UNJUDGED:
-            if reason is not None:
-                yield keys[0]
-                keys = keys[1:]
+            keys = keys[reason is not None :]
             if not (keys and goes_on()):
                 return
             loaded = loader.load(keys[: loader.chunks], believed)
@@ -283,8 +283,6 @@ class GroupTransfer:
         self.number, self._stats = number, stats
         self.writer = ""
         """The engine's name, for the headers; set before the first save."""
-        self.tell_gone: Callable[[bytes, Shard], None] = lambda *_: None
-        """Told of chunks that cannot be loaded, by their prefix hashes."""
         self.group, self._model = model.groups[number], model
         self.shard = self.group.shards[rank.pp][rank.tp]
         row = self.group.shards[rank.pp]
@@ -416,7 +414,11 @@ class GroupTransfer:
                     keys = part.keys[at : at + self.load_buffers.chunks]
                     path, loaded = self._load_run(buffer, keys, part, job, ready)
                     done, reason = loaded.chunks, loaded.reason
-                    self._weed(buffer, part.keys[at + done :], reason, job)
+                    self.files.weed(
+                        *(buffer, part.keys[at + done :], reason, job),
+                        goes_on=lambda: job.wanted,
+                        believed=job.what.believed,
+                    )
                 job.progress()
                 if not done:  # none is there, or wanted
                     break
@@ -472,22 +474,6 @@ class GroupTransfer:
             k, *rest = (array[:, :, layers] for array in arrays)
             v = rest[0] if rest else None
             pages.scatter_chunks(order.block_ids[table], start, stop - start, skip, k, v)
-
-    def _weed(
-        self,
-        buffer: Any,
-        keys: Sequence[ChunkKey],
-        reason: str | None,
-        job: Job[LoadOrder],
-    ) -> None:
-        """Report which of these chunks are gone; ``reason``: why the first cannot be loaded."""
-        if reason is not None:
-            for key in self.files.weed(
-                *(buffer, keys, reason, job),
-                goes_on=lambda: job.wanted,
-                believed=job.what.believed,
-            ):
-                self.tell_gone(key.prefix_hash, self.shard)
 
     def gather(
         self, buffers: Sequence[Any], keys: Sequence[ChunkKey], tables: Sequence[BlockTables]

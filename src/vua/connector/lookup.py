@@ -25,7 +25,6 @@ import torch
 
 from vua.connector.cache_spec import Group, Model, UncachedError, refused
 from vua.connector.config import ConnectorConfig
-from vua.connector.events import KVEventPublisher
 from vua.connector.extras import Adapter, Media
 from vua.connector.load_policy import Replies
 from vua.connector.log import WarnOnce, logger
@@ -298,13 +297,12 @@ class Lookups:
         model: Model,
         namespace: Namespace,
         config: ConnectorConfig,
-        events: KVEventPublisher | None = None,
         *,
         known: KnownWriters | None = None,
         count: Callable[[str], None] = lambda _: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Look up in ``namespace``, of one store per group; tell ``events`` what is found.
+        """Look up in ``namespace``, of one store per group.
 
         For ``known`` the writers of stored chunks are read, and what is known of them.
         ``count`` gets the outcome of each hint. ``clock`` returns seconds.
@@ -316,7 +314,6 @@ class Lookups:
         self._writers = [Writers(store, group.written) for store, group in pairs if known]
         self._model, self._namespace, self._config = model, namespace, config
         self._clock, self._count = clock, count
-        self._events = events
         whole = [group.layout for group in model.groups if group.layout.window is None]
         self._chunk_nbytes = sum(layout.full.payload_nbytes(layout) for layout in whole)
         self._breaker = Breaker("lookups", logger("storage"), clock=clock)
@@ -371,8 +368,7 @@ class Lookups:
         self._count("prefetched")
 
     def close(self) -> None:
-        """Stop the threads without waiting, and announce nothing more."""
-        self._events = None
+        """Stop the threads without waiting."""
         self._pool.close(finish=False)
 
     def _answer(self, job: Job[Lookup]) -> None:
@@ -412,8 +408,6 @@ class Lookups:
         if self.replies is not None and not request.num_output_tokens:
             self.replies.asked(keys.run(0, len(keys)).prefix_hashes)
         self._namespace.stores[0].used(keys, found.stored)  # as are all groups' files
-        if self._events is not None:
-            self._events.announce_found(request, keys, found.stored)
         if found.stored and lookup.pins:
             self._namespace.capacity.pin(keys[found.stored - 1].name)
         if found.stored and lookup.options.prefetch:

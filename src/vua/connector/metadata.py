@@ -60,8 +60,6 @@ class SaveOrder:
     start: int = 0
     """The request's first token that is neither stored nor ordered to be: the order begins
     there."""
-    number: int = 0
-    """The order's sequence number; 0: its end need not be reported."""
     prompt_chunks: int = 0
     """Chunks of the whole prompt that are worth storing."""
 
@@ -132,8 +130,6 @@ class WorkerOutput:
     load_s: dict[str, float] = field(default_factory=dict)
     """Per request id the time of its load that ended in this step, from the first read to the last
     byte in its block; of the slowest worker."""
-    gone: list[bytes] = field(default_factory=list)
-    """Prefix hashes of chunks that are gone; empty if events are off."""
     verdicts: list[Verdict] = field(default_factory=list)
     left_epoch: str | None = None
     """The epoch whose weights this engine no longer has; None: none."""
@@ -145,9 +141,6 @@ class WorkerOutput:
     """Requests with such a token for whose chunks there are buffers now."""
     opened: dict[str, int] = field(default_factory=dict)
     """How many workers have opened a namespace, by its name."""
-    ended: dict[int, int] = field(default_factory=dict)
-    """How many workers have ended a save order, by its number: all of it is written, or will not be
-    (then ``unsaved`` says so)."""
     refused: dict[bytes, bytes] = field(default_factory=dict)
     """By prefix hash the writers of chunks that were not loaded since they are not trusted."""
     sure: dict[int, int] = field(default_factory=dict)
@@ -162,14 +155,12 @@ class WorkerOutput:
             return self
         return WorkerOutput(
             load_s=_merged(self.load_s, other.load_s, max),
-            gone=self.gone + other.gone,
             verdicts=self.verdicts + other.verdicts,
             left_epoch=other.left_epoch if self.left_epoch is None else self.left_epoch,
             adapters=together(self.adapters, other.adapters),
             unsaved=_merged(self.unsaved, other.unsaved, min),
             retry=self.retry | other.retry,
             opened=_merged(self.opened, other.opened, add),
-            ended=_merged(self.ended, other.ended, add),
             refused=self.refused | other.refused,
             sure=_merged(self.sure, other.sure, add),
             unable=self.unable or other.unable,

@@ -13,15 +13,13 @@ adapter, take no memory here.
 
 from __future__ import annotations
 
-import math
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final, NamedTuple
 
 from vua.connector.cache_spec import Model
-from vua.connector.events import KVEventPublisher
 from vua.connector.extras import Adapter, Media
 from vua.connector.load_policy import NOTHING_STORED, LoadDecision, Replies
 from vua.connector.lookup import Lookup, PrefixMatch
@@ -37,7 +35,7 @@ from vua.connector.metadata import (
 from vua.connector.metrics import Recorder
 from vua.connector.request import RequestOptions
 from vua.connector.witness import Witness
-from vua.format.keys import ChunkKey, KeyChain, KeyRun, token_ids
+from vua.format.keys import ChunkKey, KeyRun, token_ids
 
 
 @dataclass(slots=True)
@@ -75,6 +73,8 @@ class RequestState:
     unsaved: int | None = None
     """First chunk that a worker could not store: nothing is ordered before it says "again". None:
     all that was ordered is being stored."""
+    ordered: list[tuple[int, Sequence[ChunkKey]]] = field(default_factory=list)
+    """What was ordered to be stored: (the group's number, its chunks) each."""
 
     def extend(self, new: Tables, *, begins: bool) -> None:
         if begins or not self.block_ids:
@@ -176,83 +176,10 @@ _MAX_ORDERED: Final = 1 << 16
 """Chunks that were ordered and are remembered, some 300 bytes each; one beyond is ordered twice."""
 
 
-@dataclass(slots=True, eq=False)
-class _Ordered:
-    request: Any
-    chain: KeyChain
+class _Ordered(NamedTuple):
+    request_id: str
     pin: bool
-    parts: Sequence[tuple[int, Sequence[ChunkKey]]]
-    left: int
-    ended_s: float = math.inf
-    stored: float = math.inf
-    """The first token that was not stored."""
-
-    def covers(self, key: ChunkKey, state: RequestState) -> bool:
-        """Whether a request need not order a chunk of these: its lookup could not see it stored."""
-        since, own = self.ended_s > state.lookup.asked_s, self.request is state.request
-        since &= key.start < self.stored
-        return since and not own and (self.pin or not state.options.pin)
-
-
-class _Orders:
-    """The chunks that this engine has ordered to be stored, so that each is ordered once.
-
-    A lookup knows what was stored at its time, but not what was ordered since, for another request
-    with the same prefix. If that fails, a prompt that comes later stores it. No Python work per
-    chunk unless prefixes are shared.
-    """
-
-    def __init__(self) -> None:
-        self._of: dict[tuple[int, bytes], _Ordered] = {}
-        self._orders: OrderedDict[int, _Ordered] = OrderedDict()
-
-    def left(self, group: int, keys: Sequence[ChunkKey], state: RequestState) -> Sequence[ChunkKey]:
-        known = [self._of.get((group, name)) for name in _names(keys)]
-        if not any(known):
-            return keys
-        pairs = zip(keys, known, strict=True)
-        return [key for key, one in pairs if one is None or not one.covers(key, state)]
-
-    def add(self, number: int, ordered: _Ordered) -> None:
-        for group, keys in ordered.parts:
-            self._of.update(dict.fromkeys([(group, name) for name in _names(keys)], ordered))
-        self._orders[number] = ordered
-        while len(self._of) > _MAX_ORDERED and self._orders:
-            self._drop(next(iter(self._orders)))
-
-    def failed(self, request_id: str, token: int) -> None:
-        """Note that a request's chunks from a token on are not stored."""
-        for ordered in self._orders.values():
-            if ordered.request.request_id == request_id:
-                ordered.stored = min(token, ordered.stored)
-
-    def learn(self, ended: Mapping[int, int], now_s: float) -> Iterator[_Ordered]:
-        """Note how many workers have ended orders; yield those that all have ended."""
-        for number, count in ended.items():
-            if (ordered := self._orders.get(number)) is not None:
-                ordered.left -= count
-                if not ordered.left:
-                    ordered.ended_s = now_s
-                    yield ordered
-
-    def tidy(self, states: Iterable[RequestState]) -> None:
-        """Forget what each running request's lookup could have seen."""
-        ended = [number for number, one in self._orders.items() if one.ended_s < math.inf]
-        first_s = min((state.lookup.asked_s for state in states), default=math.inf) if ended else 0
-        for number in ended:
-            if self._orders[number].ended_s <= first_s:
-                self._drop(number)
-
-    def clear(self) -> None:
-        self._of.clear()
-        self._orders.clear()
-
-    def _drop(self, number: int) -> None:
-        ordered = self._orders.pop(number)
-        for group, keys in ordered.parts:
-            for name in _names(keys):
-                if self._of.get((group, name)) is ordered:
-                    del self._of[group, name]
+    when_s: float
 
 
 def _names(keys: Sequence[ChunkKey]) -> list[bytes]:
@@ -270,9 +197,9 @@ class SaveScheduler:
         block_sizes: Sequence[int],
         media: Media,
         stats: Recorder,
-        events: KVEventPublisher | None,
         states: Mapping[str, RequestState],
         *,
+        patience_s: float,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Start without an order; :meth:`use` must be called first.
@@ -281,14 +208,16 @@ class SaveScheduler:
             block_sizes: tokens per block of each of the engine's cache groups.
             media: checks whether a request's images still are what its keys name.
             stats: where the metrics are recorded.
-            events: announces what is stored; None: no events.
             states: those of all requests, by their ids.
+            patience_s: how long after its order a chunk that a lookup did not find counts as under
+                way.
             clock: returns seconds, as that of the lookups.
         """
-        self._media, self._stats, self._events = media, stats, events
+        self._media, self._stats = media, stats
         self._origins, self._resets = Origins(block_sizes), 0
-        self._orders, self._number, self._clock = _Orders(), 0, clock
-        self._states = states
+        self._clock, self._patience_s, self._states = clock, patience_s, states
+        self._ordered: OrderedDict[tuple[int, bytes], _Ordered] = OrderedDict()
+        """By group and prefix hash, the oldest first."""
         self._ended: dict[str, RequestState] = {}
 
     def use(self, model: Model, witness: Witness, replies: Replies | None = None) -> None:
@@ -301,7 +230,7 @@ class SaveScheduler:
     def reset(self) -> None:
         """Note that what is computed from now on is of another epoch."""
         self._resets += 1
-        self._orders.clear()
+        self._ordered.clear()
 
     def begins(self, state: RequestState | None, tables: Tables, cached_tokens: int) -> bool:
         """Note a request's first blocks; whether their cached content has its own origin.
@@ -344,7 +273,7 @@ class SaveScheduler:
                 self._save(orders, state, found, scheduled, step)
 
     def learn(self, notes: WorkerOutput) -> None:
-        """Take the workers' reports of chunks that they could not store, and of ended orders.
+        """Take the workers' reports of chunks that they could not store.
 
         A chunk after a missing one would never be found. So nothing more is ordered for these
         requests until there are buffers again (``retry``), and then from the missing chunk on. If
@@ -356,16 +285,14 @@ class SaveScheduler:
             state, chunk = states.get(request_id) or ended.get(request_id), token // size
             if state is not None and state.next_save is not None:
                 state.unsaved = chunk if state.unsaved is None else min(chunk, state.unsaved)
-            self._orders.failed(request_id, token)
+            for group, keys in () if state is None else state.ordered:
+                for key in keys:
+                    if key.start >= token:
+                        self._ordered.pop((group, key.prefix_hash), None)
         for request_id in notes.retry:
             state = states.get(request_id)
             if state is not None and state.unsaved is not None:
                 state.next_save, state.unsaved = state.unsaved, None
-        for ordered in self._orders.learn(notes.ended, self._clock()):
-            for group, keys in ordered.parts:
-                if self._events is not None and group == self._events.group:
-                    chunks = [key.start // size for key in keys if key.start < ordered.stored]
-                    self._events.announce(ordered.request, ordered.chain, chunks)
 
     def ended(self, state: RequestState) -> None:
         """Note that a request has ended, to count how much of its prompt was stored."""
@@ -376,7 +303,6 @@ class SaveScheduler:
 
     def step_ended(self) -> None:
         """Count the requests that ended in this step; the workers have reported everything."""
-        self._orders.tidy(self._states.values())
         name, size = "vua_prompt_chunk_tokens_total", self.model.chunk_tokens
         for state in self._ended.values():
             found, stored = state.lookup.answer.result(), state.unsaved
@@ -440,11 +366,10 @@ class SaveScheduler:
         parts: list[tuple[int, Sequence[ChunkKey]]] = []
         for number in range(len(self.model.groups)):
             wanted = to_save(self.model, number, found, range(first, stop), reused, tables)
-            if wanted and (keys := self._orders.left(number, wanted, state)):
+            if wanted and (keys := self._not_under_way(number, wanted, state)):
                 parts.append((number, keys))
         if not parts:
             return
-        self._number += 1
         order = SaveOrder(
             [list(table) for table in tables],
             parts,
@@ -452,9 +377,35 @@ class SaveScheduler:
             state.adapter,
             request.request_id,
             (reused.start if reused else first) * size,
-            self._number,
             max(stop, found.prompt_chunks),
         )
         orders.saves.append(order)
-        ordered = _Ordered(request, found.keys, order.pin, parts, self.model.workers)
-        self._orders.add(self._number, ordered)
+        for number, keys in parts:
+            ordered = _Ordered(order.request_id, order.pin, self._clock())
+            names = [(number, name) for name in _names(keys)]
+            self._ordered.update(dict.fromkeys(names, ordered))
+            state.ordered.append((number, keys))
+        while len(self._ordered) > _MAX_ORDERED:
+            self._ordered.popitem(last=False)
+
+    def _not_under_way(
+        self, group: int, keys: Sequence[ChunkKey], state: RequestState
+    ) -> Sequence[ChunkKey]:
+        """Leave out what was ordered for another request, and a lookup could not see stored.
+
+        If that fails, a prompt that comes later stores it. No Python work per chunk unless prefixes
+        are shared.
+        """
+        known = [self._ordered.get((group, name)) for name in _names(keys)]
+        if not any(known):
+            return keys
+
+        since_s = state.lookup.asked_s - self._patience_s
+        return [
+            key
+            for key, one in zip(keys, known, strict=True)
+            if one is None
+            or one.request_id == state.request.request_id
+            or one.when_s <= since_s
+            or (state.options.pin and not one.pin)
+        ]

@@ -17,7 +17,6 @@ from typing import Any, Final
 
 from vua.connector.cache_spec import Model
 from vua.connector.config import ConnectorConfig
-from vua.connector.events import KVEventPublisher
 from vua.connector.extras import Adapter, AdapterBook, Media
 from vua.connector.load_policy import NOTHING_STORED, TO_COMPARE, LoadPolicy
 from vua.connector.log import ROOT, logger
@@ -62,7 +61,6 @@ class SchedulerSide:
         *,
         loads: bool,
         saves: bool,
-        events: KVEventPublisher | None = None,
         identification: Identification | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -73,13 +71,11 @@ class SchedulerSide:
             config: the connector's settings.
             loads: whether the engine's role permits it to load.
             saves: whether it permits it to save.
-            events: announces what is stored; None: no events.
             identification: the search for the weights of a model that is not `Model.identified`.
             clock: returns seconds.
         """
         self.model = model = replace(model, loads=loads)
-        self._config, self._events = config, events
-        self._clock = clock
+        self._config, self._clock = config, clock
         self._setup, self.stats = "", Recorder()
         self.writer = new_writer(KIND)
         self.witness = self._witness(model)
@@ -110,7 +106,9 @@ class SchedulerSide:
         self.policy = LoadPolicy(model, config, clock=clock)
         self.savings = Savings(self.policy.prefill)
         self._saves = SaveScheduler(
-            *(model.block_sizes, self._media, self.stats, events, self.states), clock=clock
+            *(model.block_sizes, self._media, self.stats, self.states),
+            patience_s=config.timeouts.io_s,
+            clock=clock,
         )
         self._saves.use(model, self.witness)
         self._use_what_is_known()
@@ -141,7 +139,7 @@ class SchedulerSide:
         self.model, self.namespace = model, namespace
         self.witness = self._witness(model)
         self.lookups = Lookups(
-            *(model, namespace, self._config, self._events),
+            *(model, namespace, self._config),
             known=self.witness.known if self.witness.on else None,
             count=self._count_hint,
             clock=self._clock,
@@ -212,8 +210,6 @@ class SchedulerSide:
         self._saves.reset()
         for state in self.states.values():
             state.outdated = True
-        if self._events is not None:
-            self._events.forget()
         log.info("VUA: this engine now uses epoch %s", epoch)
 
     def learn(self, notes: WorkerOutput) -> None:

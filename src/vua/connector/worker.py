@@ -51,7 +51,6 @@ from vua.device.staging import Fence
 from vua.errors import ConfigError
 from vua.format.identity import Identity
 from vua.format.keys import ChunkKey
-from vua.format.layout import Shard
 from vua.io.pool import Breaker, Job, Pool
 from vua.io.words import counted
 from vua.weights import Identification, Weights
@@ -156,7 +155,6 @@ class WorkerSide:
         memory: EngineState | None = None,
         identification: Identification | None = None,
         *,
-        events: bool = False,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Move the rectangles that ``rank`` holds.
@@ -173,7 +171,6 @@ class WorkerSide:
             memory: this worker's weights and adapters; None: constant weights, no adapters.
             identification: the search for the weights, where this process makes one: an engine
                 without a request takes no step that names the namespace.
-            events: whether to report which chunks are gone.
             clock: returns seconds.
         """
         self._model, self._config, self._clock = model, config, clock
@@ -186,11 +183,6 @@ class WorkerSide:
             GroupTransfer(number, model, rank, config, self.stats)
             for number in range(len(model.groups))
         ]
-        self._events = events
-        self._decisive = {shard for group in model.leading for shard in group.written}
-        """Files that must all exist for a chunk to count as stored."""
-        for group in self.groups:
-            group.tell_gone = self._tell_gone
         self._holds = not model.identified
         """Whether chunks are copied before it is known where they are stored."""
         self._opening = Opening(model, config, then=self._has_opened, clock=clock)
@@ -264,15 +256,7 @@ class WorkerSide:
             namespace.share_reads()
         for group, store in zip(self.groups, namespace.stores, strict=True):
             group.reopen(store)
-        if self._events:
-            namespace.capacity.on_evicted(lambda chunk: self._tell_gone(bytes.fromhex(chunk)))
         self._identity = opened.model.identity
-
-    def _tell_gone(self, chunk: bytes, shard: Shard | None = None) -> None:
-        """Report that a chunk cannot be loaded: one file is missing, or None: all. Any thread."""
-        if self._events and (shard is None or shard in self._decisive):
-            with self._reporter.writing() as report:
-                report.gone.append(chunk)
 
     def _is_current(self, orders: ConnectorMetadata) -> bool:
         """Whether this step's results and reads belong to the epoch that its orders name.
@@ -336,7 +320,7 @@ class WorkerSide:
                 for at in range(len(self.groups))
             ]
             for side, before in zip(groups, self.groups, strict=True):
-                side.tell_gone, side.writer = before.tell_gone, before.writer
+                side.writer = before.writer
                 if self._identity is not None:
                     side.reopen(before.store)
             self.groups = [*groups]

@@ -150,8 +150,7 @@ class WriteQueue:
         """Start threads as ``config`` says; count for ``rank`` in ``stats``.
 
         Copied chunks are stored only if ``memory`` then holds the same weights as before.
-        ``reporter`` gets `WorkerOutput.unsaved`, ``retry`` and ``ended``. ``clock`` returns
-        seconds.
+        ``reporter`` gets `WorkerOutput.unsaved` and ``retry``. ``clock`` returns seconds.
         """
         self._memory, self._reporter, self._clock = memory, reporter, clock
         self._stats, self._rank = stats, rank
@@ -174,8 +173,6 @@ class WriteQueue:
         """How many chunks are copied out and not yet written."""
         self._count_pending(0)  # the metric is there from the first step on
         self._holes: dict[str, _Hole] = {}
-        self._open_orders: dict[int, int] = {}
-        """By their numbers: how many of their chunks are under way."""
         self._warn_once = WarnOnce(log)
 
     def close(self, timeout_s: float) -> int:
@@ -190,7 +187,6 @@ class WriteQueue:
         for order in orders:
             self._count_refused(order, groups, "dropped" if again else "reset")
             self._leave(order, order.start, again=again)
-            self._under_way(order, 0)
 
     def _count_refused(
         self, order: SaveOrder, groups: Sequence[GroupTransfer], outcome: str
@@ -198,29 +194,13 @@ class WriteQueue:
         chunks = sum(len(keys) for number, keys in order.parts if groups[number].writes)
         self._stats.add("vua_chunks_saved_total", chunks, outcome)
 
-    def _under_way(self, order: SaveOrder, by: int) -> None:
-        """Note that more or fewer of an order's chunks are under way. For any thread."""
-        if not order.number:
-            return
-        with self._lock:
-            left = self._open_orders.pop(order.number, 0) + by
-            if left:
-                self._open_orders[order.number] = left
-                return
-        with self._reporter.writing() as report:
-            report.ended[order.number] = 1
-
     def copy_out(self, orders: Sequence[SaveOrder], groups: Sequence[GroupTransfer]) -> None:
         """Copy a step's chunks out of the cache, to be written after :meth:`hand_over`.
 
         Those of a group at once: on a GPU each call takes time of the engine's thread.
         """
         proven = self._memory.proof()
-        taken: list[_Save] = []
-        for order in orders:
-            saves = self._with_buffers(order, groups, proven)
-            self._under_way(order, sum(len(save.keys) for save in saves))
-            taken += saves
+        taken = [save for order in orders for save in self._with_buffers(order, groups, proven)]
         self._count_pending(sum(len(save.keys) for save in taken))
         try:
             for group in groups:
@@ -429,7 +409,6 @@ class WriteQueue:
             self._stats.add("vua_chunks_saved_total", label=outcome)
             if outcome not in ("written", "present", "dropped"):
                 self._leave(save.order, key.start, again=False)
-            self._under_way(save.order, -1)
             if outcome == "written":
                 self._stats.observe("vua_save_seconds", seconds / written)
                 if self._rank == 0 and group.number == 0:

@@ -429,8 +429,7 @@ class Transfers:
             job.tell()
             if reason not in ("", "error", "reset"):
                 rest = work.keys[work.done :]
-                for _ in sources[0].weed(work.buffer, rest, reason, job, believed=believed):
-                    pass  # reading them puts damaged files aside; SGLang is not told
+                sources[0].weed(work.buffer, rest, reason, job, believed=believed)
         for files in sources:
             believed.learn_refused(files.store)
 

@@ -1,4 +1,4 @@
-"""vLLM's KV connector: ``VUAStorageConnector_V1``, its metrics and its events.
+"""vLLM's KV connector: ``VUAStorageConnector_V1``, and its metrics.
 
 vLLM creates one instance in the scheduler's process and one in each worker; both are this class,
 which only forwards each hook to the responsible half (`scheduler`, `worker`). A cache may cost
@@ -9,9 +9,6 @@ Metrics: once per step vLLM takes the new ones as :class:`VUAStats`, adds up tho
 of the scheduler's half, sends them to the front end (pickled between workers, msgpack to the API
 server) and passes them to :class:`VUAPromMetrics`. vLLM takes stats only in steps: work that ends
 while the engine is idle appears after the next step.
-
-KV cache events for the directory's content (`vua.connector.events`) are published only if
-``kv_events_config.enable_kv_cache_events`` is on; the medium is ``STORAGE``.
 """
 
 from __future__ import annotations
@@ -19,14 +16,13 @@ from __future__ import annotations
 import logging
 import sys
 import traceback
-from collections.abc import Generator, Iterable
+from collections.abc import Generator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Final
 
 import torch
-from vllm.distributed.kv_events import MEDIUM_STORAGE, BlockRemoved, BlockStored
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
     KVConnectorHandshakeMetadata,
@@ -39,12 +35,9 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
     KVConnectorPromMetrics,
     KVConnectorStats,
 )
-from vllm.v1.core.kv_cache_utils import maybe_convert_block_hash, resolve_kv_cache_block_sizes
-from vllm.v1.kv_cache_interface import get_kv_cache_spec_kind, get_kv_cache_spec_sliding_window
 
 from vua.connector.cache_spec import Model, UncachedError
 from vua.connector.config import ConnectorConfig
-from vua.connector.events import KVEventPublisher
 from vua.connector.group_transfer import Rank
 from vua.connector.log import logger
 from vua.connector.metadata import (
@@ -70,54 +63,8 @@ from vua.vllm.support import (
     announce,
     check_starts,
     check_version,
-    event_extra_keys,
-    session_of,
 )
 from vua.weights import Identification
-
-
-def enabled(vllm_config: Any) -> bool:
-    events = vllm_config.kv_events_config
-    return events is not None and bool(events.enable_kv_cache_events)
-
-
-class BlockEvents(KVEventPublisher):
-    """Describes chunks as vLLM's blocks."""
-
-    def __init__(self, model: Model, vllm_config: Any, kv_cache_config: Any) -> None:
-        super().__init__(model)
-        spec = kv_cache_config.kv_cache_groups[self._table].kv_cache_spec
-        _, hash_block = resolve_kv_cache_block_sizes(kv_cache_config, vllm_config)
-        self._hashes_per_block = self._block // hash_block
-        self._kind: dict[str, Any] = {
-            "group_idx": self._table,
-            "kv_cache_spec_kind": get_kv_cache_spec_kind(spec).value,
-            "kv_cache_spec_sliding_window": get_kv_cache_spec_sliding_window(spec),
-        }
-
-    def stored_event(self, request: Any, start: int, stop: int) -> BlockStored | None:
-        hashes, each = request.block_hashes, self._hashes_per_block
-        blocks = range(start // self._block, stop // self._block)
-        if not blocks or blocks.stop * each > len(hashes):
-            return None
-        lora = request.lora_request
-        return BlockStored(
-            block_hashes=[maybe_convert_block_hash(hashes[(at + 1) * each - 1]) for at in blocks],
-            parent_block_hash=(
-                maybe_convert_block_hash(hashes[blocks.start * each - 1]) if blocks.start else None
-            ),
-            token_ids=list(request.all_token_ids[start:stop]),
-            block_size=self._block,
-            lora_id=lora.adapter_id if lora else None,
-            medium=MEDIUM_STORAGE,
-            lora_name=lora.name if lora else None,
-            extra_keys=event_extra_keys(request, blocks, self._block),
-            **self._kind,
-            **session_of(request),
-        )
-
-    def removed_event(self, hashes: list[Any]) -> BlockRemoved:
-        return BlockRemoved(block_hashes=hashes, medium=MEDIUM_STORAGE, group_idx=self._table)
 
 
 @dataclass
@@ -208,8 +155,6 @@ class RunningCode(KVConnectorHandshakeMetadata):
 class VUAStorageConnector_V1(KVConnectorBase_V1, SupportsHMA):  # noqa: N801
     """Stores prompts' KV caches in a directory and loads those that any process stored there."""
 
-    events: BlockEvents | None = None
-    """In the scheduler's process, if vLLM publishes KV cache events."""
     _copied = False
 
     def __init__(
@@ -255,19 +200,16 @@ class VUAStorageConnector_V1(KVConnectorBase_V1, SupportsHMA):  # noqa: N801
             model = describe(vllm_config, kv_cache_config, self._config)
             if role == KVConnectorRole.SCHEDULER:
                 announce(transfer)
-                if enabled(vllm_config):
-                    self.events = BlockEvents(model, vllm_config, kv_cache_config)
                 self.scheduler = SchedulerSide(
                     *(model, self._config),
                     loads=transfer.is_kv_consumer,
                     saves=transfer.is_kv_producer,
-                    events=self.events,
                     identification=Identification(partial(find_weights, vllm_config)),
                 )
             else:
                 self.worker = self._make_worker(vllm_config, model)
         except Exception as problem:  # noqa: BLE001 - whatever breaks, the engine starts
-            self.events, self._unable = None, True
+            self._unable = True
             self._go_without(_UNCACHED, problem)
 
     def _go_without(self, what: str, problem: Exception) -> None:
@@ -299,8 +241,7 @@ class VUAStorageConnector_V1(KVConnectorBase_V1, SupportsHMA):  # noqa: N801
             self._ahead = Identification(partial(find_weights, vllm_config))
         memory = memory_of(vllm_config)
         self._model = memory.model
-        events = enabled(vllm_config)
-        return WorkerSide(model, self._config, rank, memory, self._ahead, events=events)
+        return WorkerSide(model, self._config, rank, memory, self._ahead)
 
     @contextmanager
     def _guarded(self) -> Generator[None]:
@@ -387,19 +328,10 @@ class VUAStorageConnector_V1(KVConnectorBase_V1, SupportsHMA):  # noqa: N801
                 side.learn(notes)
             if notes.unable:
                 log.warning("VUA: %s: a worker loads and stores nothing", _UNCACHED)
-                self.scheduler, self.events, self._unused = None, None, side
+                self.scheduler, self._unused = None, side
         if side is not None and (received or failed or blocks):  # not always in one step
             with self._guarded():
                 side.received(received, failed, blocks)
-        events = self.events
-        if events is not None and isinstance(notes, WorkerOutput):
-            with self._guarded():
-                events.gone(notes.gone)
-
-    def take_events(self) -> Iterable[Any]:
-        with self._guarded():
-            return self.events.take() if self.events is not None else ()
-        return ()
 
     def request_finished(
         self, request: Any, block_ids: list[int]

@@ -19,9 +19,7 @@ from typing import Any, Final
 import vllm
 from packaging.version import InvalidVersion, Version
 from vllm.config import KVTransferConfig
-from vllm.distributed import kv_events
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
-from vllm.v1.core import kv_cache_utils
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.kv_offload.base import ReqContext
 from vllm.v1.outputs import KVConnectorOutput
@@ -306,31 +304,6 @@ def has_load_interface() -> bool:
     """
     fails = hasattr(KVConnectorOutput(), "failed_recving")
     return fails and "kv_connector_block_state" in SchedulerOutput.__dataclass_fields__
-
-
-def event_extra_keys(request: Any, blocks: range, block_size: int) -> list[Any] | None:
-    """Return what identifies a request's blocks besides tokens, in the form of vLLM's events.
-
-    None if there is nothing. vLLM 0.32 tags these keys and publishes them without the tags.
-    """
-    if not (request.lora_request or request.cache_salt or request.mm_features):
-        return None
-    keys, feature = [], 0
-    for block in blocks:
-        start = block * block_size
-        found, feature = kv_cache_utils.generate_block_hash_extra_keys(
-            request, start, start + block_size, feature
-        )
-        keys.append(found)
-    untagged = getattr(kv_cache_utils, "to_event_extra_keys", None)
-    return keys if untagged is None else list(untagged(keys))
-
-
-def session_of(request: Any) -> dict[str, Any]:
-    """Return the field of an event that names the request's session, if vLLM (0.32) has it."""
-    if "session_id" not in kv_events.BlockStored.__struct_fields__:
-        return {}
-    return {"session_id": request.session_id}
 
 
 DRAFTS: Final = ("eagle", "eagle3", "mtp")

@@ -1,4 +1,4 @@
-"""A chunk that cannot be loaded: whoever follows the cache is told, and what is behind it is read.
+"""A chunk that cannot be loaded: what is behind it is read, and judged.
 
 On both ways into an engine's blocks: those in CPU memory, and those of GPU memory, with tensors on
 the CPU.
@@ -17,7 +17,7 @@ from devices import on_cpu_too
 
 from helpers import DirectoryTest, flip, keys_of, noise, save_step, until
 from scheduling import loading, saving, worker_of
-from vua.connector.metadata import ConnectorMetadata, WitnessOrder, WorkerOutput
+from vua.connector.metadata import ConnectorMetadata, WitnessOrder
 from vua.format.layout import KVLayout
 from vua.security.keyring import Keyring, NoKeyError
 from vua.storage.base import ReadResult
@@ -33,7 +33,7 @@ class BadChunkTest(DirectoryTest):
     def begin(self) -> None:
         """A worker that has stored five chunks of noise."""
         layers = [noise(16, 2, 16, 64, seed=at) for at in range(2)]
-        self.side = worker_of(self.root, layers, LAYOUT, events=True)
+        self.side = worker_of(self.root, layers, LAYOUT)
         self.addCleanup(self.side.shutdown)
         self.keys = keys_of(range(80), 16)
         self.save(self.keys)
@@ -42,15 +42,12 @@ class BadChunkTest(DirectoryTest):
         save_step(self.side, saving(keys, [1, 2, 3, 4, 5], request_id="r"))
         until(lambda: self.side.saves.pending == 0)
 
-    def load(self) -> list[int]:
-        """Load all of it; return what is told of chunks, by their numbers."""
+    def load(self) -> set[int]:
+        """Load all of it; return the blocks that were not filled."""
         self.side.start_loads(loading(self.keys, [6, 7, 8, 9, 10]))
         until(lambda: self.side.take_received(idle=True))
-        return self.numbers(self.side.take_notes() or WorkerOutput())
-
-    def numbers(self, notes: WorkerOutput) -> list[int]:
-        numbers = {key.prefix_hash: at for at, key in enumerate(self.keys)}
-        return [numbers[chunk] for chunk in notes.gone]
+        failed: set[int] = self.side.take_failed_blocks()
+        return failed
 
     def hurt(self) -> None:
         """Damage chunks 1 and 4, and delete chunk 3."""
@@ -64,13 +61,14 @@ class BadChunkTest(DirectoryTest):
         (path,) = (path for path in self.files() if name in str(path))
         return path
 
-    def test_told(self) -> None:
-        """A damaged chunk is told of, and so are those behind it, missing or damaged."""
+    def test_mended(self) -> None:
+        """One load sees the damage behind the first bad chunk, too: all is mended at once."""
         self.begin()
         self.hurt()
-        self.assertEqual([1, 3, 4], self.load())
-        self.assertEqual({7, 8, 9, 10}, self.side.take_failed_blocks())
+        self.assertEqual({7, 8, 9, 10}, self.load())
         self.assertEqual(2, self.side.groups[0].store.counts["corrupt"])
+        self.save(self.keys)
+        self.assertEqual(set(), self.load())
 
     def compared(self) -> tuple[list[int], str]:
         """Compare the ends of a request that has computed all: which were compared; why not."""
@@ -89,8 +87,8 @@ class BadChunkTest(DirectoryTest):
         self.path(0).unlink()
         self.assertRegex(self.compared()[1], "its file is missing")
 
-    def test_errors_tell_nothing(self) -> None:
-        """Of a storage that fails, or without a key, nothing is known: chunks may be there."""
+    def test_errors(self) -> None:
+        """A storage that fails, or a missing key, costs the load; the chunks stay."""
         self.begin()
         broken, missing = OSError(errno.EIO, "broken"), NoKeyError("the key is missing")
         fails = mock.patch.multiple(
@@ -103,10 +101,8 @@ class BadChunkTest(DirectoryTest):
         )
         for problem in (fails, sealed):
             with problem:
-                self.assertEqual([], self.load())
-                self.assertEqual({6, 7, 8, 9, 10}, self.side.take_failed_blocks())
-        self.assertEqual([], self.load())
-        self.assertEqual(set(), self.side.take_failed_blocks())
+                self.assertEqual({6, 7, 8, 9, 10}, self.load())
+        self.assertEqual(set(), self.load())
 
 
 class StagedBadChunkTest(BadChunkTest):

@@ -24,7 +24,6 @@ from scheduling import LAYOUT, answer, bare_connector, model_of, request_of, sch
 from vua.capacity.hit_density import UseLog
 from vua.capacity.upkeep import parted_at
 from vua.connector.config import Timeouts
-from vua.connector.events import KVEventPublisher
 from vua.connector.metadata import ConnectorMetadata, ScheduledRequest, ScheduledStep, WorkerOutput
 from vua.device.buffers import StagingBuffer
 from vua.format.keys import KeyChain, token_ids
@@ -60,17 +59,9 @@ class SchedulerTest(unittest.TestCase):
         workers: int = 1,
         **settings: Any,
     ) -> Any:
-        class Publisher(KVEventPublisher):
-            def stored_event(self, _request: Any, start: int, stop: int) -> Any:
-                return SimpleNamespace(block_hashes=[*range(start, stop, block)])
-
-            def removed_event(self, hashes: list[Any]) -> Any:
-                return SimpleNamespace(block_hashes=hashes)
-
         model = model_of(layout, workers=workers, block=block)
         self.root = Path(self.enterContext(tempfile.TemporaryDirectory(ignore_cleanup_errors=True)))
-        self.published = Publisher(model)
-        given = {"events": self.published, "clock": lambda: self.now_s} | settings
+        given = {"clock": lambda: self.now_s} | settings
         return scheduler_of(self, self.root, model, **given)
 
     def test_a_request_that_cannot_be_named_costs_no_other_one(self) -> None:
@@ -226,14 +217,12 @@ class SchedulerTest(unittest.TestCase):
         """What a step orders to be stored: (request, number of chunks)."""
         orders = ConnectorMetadata()
         side.add_saves(orders, step(computed))
-        self.numbers = [order.number for order in orders.saves]
         return [(order.request_id, len(order.parts[0][1])) for order in orders.saves]
 
     def test_a_shared_prefix_is_ordered_once(self) -> None:
         """Of requests that share a prefix one orders it, while its copy is under way.
 
-        One that was looked up before the copy had ended relies on it, too. One that is looked up
-        afterwards orders what it does not find: somebody may have deleted it.
+        One that is looked up later orders what it does not find: somebody may have deleted it.
         """
         side = self.side(allow=("pins",))
         own = [*range(48), *range(900, 916)]
@@ -242,18 +231,11 @@ class SchedulerTest(unittest.TestCase):
         answer(side, request_of("c", prompt_token_ids=own))
         answer(side, asking("d", pin=True))
         self.assertEqual([("a", 4)], self.ordered(side, {"a": 0, "b": 0}))
-        ended = {self.numbers[0]: 1}
         self.assertEqual([("c", 1), ("d", 4)], self.ordered(side, {"c": 0, "d": 0}))
-        others = dict.fromkeys(self.numbers, 1)
-        self.now_s += 1
-        side.learn(WorkerOutput(ended=ended))
-        side.take_stats()
-        self.assertEqual([], self.ordered(side, {"late": 0}))
-        for name in ("a", "b", "c", "d", "late"):
-            side.finished(side.states[name].request)
-        self.now_s += 1
-        side.learn(WorkerOutput(ended=others))
-        side.take_stats()
+        self.now_s += 9
+        answer(side, request_of("soon"))
+        self.assertEqual([], self.ordered(side, {"late": 0, "soon": 0}))
+        self.now_s += 1  # io_s
         answer(side, request_of("e"))
         self.assertEqual([("e", 4)], self.ordered(side, {"e": 0}))
 
@@ -268,7 +250,7 @@ class SchedulerTest(unittest.TestCase):
                 if ends:
                     side.finished(side.states["a"].request)
                 self.now_s += 1
-                side.learn(WorkerOutput(unsaved={"a": 16}, ended=dict.fromkeys(self.numbers, 1)))
+                side.learn(WorkerOutput(unsaved={"a": 16}))
                 stats = side.take_stats().get("vua_prompt_chunk_tokens_total")
                 self.assertEqual({"yes": 16, "no": 48} if ends else None, stats)
                 self.assertEqual([("b", 3)], self.ordered(side, {"b": 0}))
@@ -283,23 +265,6 @@ class SchedulerTest(unittest.TestCase):
                 (order,) = orders.saves
                 self.assertEqual(("a", 16), (order.request_id, order.start))
                 self.assertEqual(3, len(order.parts[0][1]))
-
-    def test_what_is_announced(self) -> None:
-        """What all workers have stored, once their orders have ended; nothing that is missing."""
-        side = self.side(workers=2)
-        answer(side, request_of("a"))
-        self.ordered(side, {"a": 0})
-        (number,) = self.numbers
-        side.learn(WorkerOutput(ended={number: 1}))
-        self.assertEqual([], self.published.take())
-        side.learn(WorkerOutput(unsaved={"a": 48}, ended={number: 1}))
-        self.assertEqual([[0, 16, 32]], [one.block_hashes for one in self.published.take()])
-
-        answer(side, request_of("b", prompt_token_ids=[7] * 64))
-        self.ordered(side, {"b": 0})
-        side.reset()  # what is stored meanwhile may be of other weights
-        side.learn(WorkerOutput(ended=dict.fromkeys(self.numbers, 2)))
-        self.assertEqual([], self.published.take())
 
     def test_tenants(self) -> None:
         """A salt with a key finds and stores what is its own; one without a key is not cached."""

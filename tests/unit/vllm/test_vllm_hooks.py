@@ -46,7 +46,7 @@ class HooksTest(unittest.TestCase):
         """A connector of which both halves are broken."""
         made = bare_connector("/nowhere", strict=strict)
         made.bind_connector_metadata(ConnectorMetadata(loads=[], saves=[]))
-        made.scheduler = made.worker = made.events = Broken()
+        made.scheduler = made.worker = Broken()
         return made
 
     def test_what_vllm_does_not_start(self) -> None:
@@ -94,7 +94,6 @@ class HooksTest(unittest.TestCase):
             "output": (lambda: made.update_connector_output(seen), None),
             "finished": (lambda: made.request_finished(request, []), (False, None)),
             "stats": (made.get_kv_connector_stats, None),
-            "events": (lambda: list(made.take_events()), []),
             "reset": (made.reset_cache, False),
             "register": (lambda: made.register_kv_caches({}), None),
             "load": (lambda: made.start_load_kv(idle), None),
