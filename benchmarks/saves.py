@@ -135,6 +135,7 @@ class SavingEngine:
             request_id=name, prompt_token_ids=list(range(first, first + tokens)),
             all_token_ids=[], num_tokens=tokens, num_computed_tokens=0, prompt_embeds=None,
             lora_request=None, cache_salt=None, mm_features=[], kv_transfer_params=None,
+            kv_hints=None, skip_reading_prefix_cache=False,
         )  # fmt: skip
         while self.side.matched_tokens(request, 0)[0] is None:
             self.side.take_loads()

@@ -64,7 +64,6 @@ def _named(tests: dict[str, str]) -> dict[str, str]:
 
 REUSE = "tests/e2e/test_reuse.py::ReuseTest::"
 PARALLEL = "tests/e2e/test_reuse.py::TensorParallelTest::"
-ENCODERS = "tests/e2e/test_identity.py::EncodersTest::"
 CLASSES = "tests/e2e/test_classes.py::TestClasses::test_"
 TIER = "tests/e2e/test_doors.py::TierTest::test_"
 CONNECTOR = "tests/e2e/test_doors.py::ConnectorTest::test_"
@@ -105,17 +104,6 @@ ROWS = (
     Row(
         *("images", "LLaVA", "vllm", CANONICAL, "CPU"),
         {"restart, other images, names": f"{CONNECTOR}pictures"},
-    ),
-    Row(
-        *("images, encoded apart", "LLaVA, --ec-transfer-config", "vllm", CANONICAL, "CPU"),
-        {
-            "restart, other images, own encoder": f"{ENCODERS}test_restart",
-            "refused without leave": f"{ENCODERS}test_not_allowed",
-        },
-    ),
-    Row(
-        *("prompts of embeddings", "--enable-prompt-embeds", "vllm", CANONICAL, "CPU"),
-        {"restart, branch": "tests/e2e/test_reuse.py::EmbeddingsTest::test_embeddings"},
     ),
     Row(
         *("vectors (pooling)", "Qwen3-Embedding, rerankers", "vllm", CANONICAL, "CPU"),

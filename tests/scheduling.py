@@ -36,7 +36,8 @@ def model_of(
 def request_of(name: str, **settings: Any) -> Any:
     """A request of 64 tokens, as far as the scheduler's half looks at one."""
     plain: dict[str, Any] = {"prompt_embeds": None, "lora_request": None, "cache_salt": None}
-    plain |= {"mm_features": [], "kv_transfer_params": None}
+    plain |= {"mm_features": [], "kv_transfer_params": None, "kv_hints": None}
+    plain |= {"skip_reading_prefix_cache": False}
     ids = list(range(64))
     given = {"request_id": name, "prompt_token_ids": ids, "num_tokens": 64} | plain | settings
     return SimpleNamespace(**given)

@@ -132,10 +132,6 @@ def with_engine(phase: dict[str, Any]) -> dict[str, Any]:
     from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
 
     settings = dict(phase["engine"])
-    if "ec_transfer_config" in settings:
-        from vllm.config import ECTransferConfig
-
-        settings["ec_transfer_config"] = ECTransferConfig(**settings["ec_transfer_config"])
     if "weight_transfer_config" in settings:
         settings["weight_transfer_config"] = weight_transfer(settings["weight_transfer_config"])
     counts: dict[str, int] = {}
@@ -216,9 +212,6 @@ def described_prompts(batch: Any) -> list[dict[str, Any]]:
     """A batch's prompts in vLLM's form."""
     salt = {"cache_salt": batch.salt} if batch.salt else {}
     prompts: list[dict[str, Any]] = [{"prompt_token_ids": list(p), **salt} for p in batch.prompts]
-    for prompt, seed in zip(prompts, batch.embeddings, strict=False):
-        if seed is not None:
-            prompt["prompt_embeds"] = rows(len(prompt.pop("prompt_token_ids")), *seed)
     for prompt, seed in zip(prompts, batch.images, strict=False):
         if seed is not None:
             prompt["multi_modal_data"] = {"image": picture(seed)}
@@ -226,17 +219,6 @@ def described_prompts(batch: Any) -> list[dict[str, Any]]:
     for prompt, name in zip(prompts, batch.image_names, strict=False):
         prompt["multi_modal_uuids"] = {"image": name}
     return prompts
-
-
-def rows(count: int, seed: int, other_from: int = 1 << 30) -> Any:
-    """Random embeddings for the small model; from a row on those of another seed."""
-    import torch
-
-    def made(seed: int) -> Any:
-        chance = torch.Generator().manual_seed(seed)
-        return 0.25 * torch.randn(count, 128, generator=chance)
-
-    return torch.cat([made(seed)[:other_from], made(seed + 1000)[other_from:]])
 
 
 def wait_for_saves(_worker: Any = None) -> None:

@@ -44,10 +44,6 @@ def vllm_version() -> Version:
     return Version("0")
 
 
-WINDOWS_ARE_CACHED = vllm_version() >= Version("0.32")
-needs_windows = unittest.skipUnless(
-    WINDOWS_ARE_CACHED, "the tests of windows are for vLLM 0.32 and newer"
-)
 OTHER_VLLM = next(
     (
         path
@@ -56,7 +52,7 @@ OTHER_VLLM = next(
     ),
     None,
 )
-"""Where on PYTHONPATH the vLLM lies that hides the installed one, as under `dev.py test-oldest`."""
+"""Where on PYTHONPATH the vLLM lies that hides the installed one, as under `dev.py test-newest`."""
 
 
 def tokens(count: int, seed: int) -> list[int]:
@@ -93,9 +89,6 @@ class Batch:
     """Per prompt the name that the client gives to its picture; empty: none has one."""
     processor: dict[str, Any] = field(default_factory=dict)
     """Settings of the picture's processor for these requests."""
-    embeddings: Sequence[Sequence[int]] = ()
-    """Per prompt the seed of embeddings that it has in the place of its tokens, and from which row
-    on they are others; empty: all have tokens."""
     pooled: bool = False
     """The engine gives a vector for each prompt instead of tokens."""
     hints: Sequence[dict[str, Any]] = ()

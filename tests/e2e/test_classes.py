@@ -33,7 +33,7 @@ from e2e.harness import (
     Exchange,
     Phase,
     llama,
-    needs_windows,
+    needs_vllm,
     run,
     tier_at,
     tokens,
@@ -208,7 +208,7 @@ def each(cases: dict[str, Case]) -> Any:
 
 
 @pytest.mark.thorough
-@needs_windows
+@needs_vllm
 class TestClasses:
     @each(CASES)
     def test_row(self, case: Case, tmp_path: Path) -> None:
@@ -239,7 +239,7 @@ class TestClasses:
 
 @pytest.mark.soak
 class TestArchitectures:
-    @needs_windows
+    @needs_vllm
     @pytest.mark.parametrize("name", KINDS)
     def test_one(self, name: str, tmp_path: Path) -> None:
         """Its real configuration is described; a small model of it runs in real engines."""

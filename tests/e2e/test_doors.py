@@ -28,7 +28,6 @@ from e2e.harness import (
     llama,
     make_llava,
     models,
-    needs_windows,
     run,
     shared,
     tier_at,
@@ -140,7 +139,6 @@ class Events:
         self.assertEqual(cold.tokens, warm.tokens)
 
 
-@needs_windows
 class ConnectorTest(Events, EngineTest):
     def served(self, *batches: Step, by: Driver | None = None, **settings: Any) -> Served:
         """Run one engine with the connector on this test's directory."""
@@ -162,7 +160,6 @@ class ConnectorTest(Events, EngineTest):
         return [(kinds.gpt_oss(), 896), (by_turns, 896)]
 
 
-@needs_windows
 class TierTest(Events, EngineTest):
     def served(
         self,

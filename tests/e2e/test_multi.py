@@ -141,7 +141,7 @@ def installed() -> Driver:
 
 
 class VersionsTest(EngineTest):
-    @unittest.skipUnless(OTHER_VLLM, "needs a second vLLM: dev.py test-oldest")
+    @unittest.skipUnless(OTHER_VLLM, "needs a second vLLM: dev.py test-newest")
     def test_directory_of_another_version(self) -> None:
         """What one release wrote the other one loads, though their paged caches differ in form."""
         drivers: dict[str, Driver | None] = {"this": None, "installed": installed()}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,7 +15,6 @@ from e2e.harness import (
     Batch,
     Copied,
     EngineTest,
-    needs_windows,
     tokens,
 )
 
@@ -74,7 +73,6 @@ class ReuseTest(EngineTest):
 
 
 @pytest.mark.thorough
-@needs_windows  # vLLM 0.32 is the first with hints
 class HintsTest(EngineTest):
     def test_hints(self) -> None:
         """In a full directory stays what an orchestrator says goes on, also for the next engine.
@@ -96,29 +94,6 @@ class HintsTest(EngineTest):
                 again = self.serve(*turns, extra=extra | {"limits": {}})
                 self.assertEqual(expected, again.tokens)
                 self.assertEqual(kept, again.cached[0], again.cached)
-
-
-@pytest.mark.thorough
-class EmbeddingsTest(EngineTest):
-    engine: ClassVar = {"enable_prompt_embeds": True}
-
-    def test_embeddings(self) -> None:
-        """A prompt of embeddings finds what was stored for the same ones, as far as they are.
-
-        Control: other embeddings, and tokens in their place, find nothing.
-        """
-        batch = Batch([PROMPT], embeddings=[[1]])
-        expected = self.fill(batch, engine=self.engine)
-        others = [
-            Batch([PROMPT], embeddings=[[2]]),
-            Batch([PROMPT], embeddings=[[1, 300]]),
-            Batch([[0] * len(PROMPT)]),
-        ]
-        for other, cached in ((batch, 640), *zip(others, (0, 256, 0), strict=True)):
-            served = self.serve(other, engine=self.engine)
-            self.assertEqual(self.baseline(other, engine=self.engine), served.tokens)
-            self.assertEqual(cached, served.counts.get("tokens_loaded", 0))
-        self.assertNotEqual(expected, self.baseline(others[0], engine=self.engine))
 
 
 @pytest.mark.thorough

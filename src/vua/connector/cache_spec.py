@@ -213,9 +213,7 @@ def local_directory(model: str, revision: str | None, download_dir: str | None) 
 
 _REQUEST: Final = "request"
 _WITHOUT: Final = "start it without --kv-transfer-config or VUA_PATH"
-_TIER: Final = (
-    "set VUA_DOOR=tier, which needs vLLM 0.32 or newer, and for states --enable-prefix-caching"
-)
+_TIER: Final = "set VUA_DOOR=tier, which needs for states --enable-prefix-caching"
 
 
 class Refusal(NamedTuple):
@@ -230,7 +228,6 @@ class Refusal(NamedTuple):
 
 REFUSALS: Final[Mapping[str, Refusal]] = {
     "tier_alone": Refusal("VUA's own connector does not serve {}", _TIER),
-    "old_vllm": Refusal("{} needs more of vLLM's load interface", "install vLLM 0.30 or later"),
     "mixed_blocks": Refusal(  # seen: it lets a block's bytes lie in others
         "vLLM's CPU backend mixes up blocks of a {} KV cache", "leave out --kv-cache-dtype"
     ),
@@ -276,8 +273,7 @@ REFUSALS: Final[Mapping[str, Refusal]] = {
     "no_images": Refusal("the model takes no images", "send text alone", _REQUEST),
     "other_encoder": Refusal(
         "prompts with images are not cached: another process computes their embeddings",
-        'run the encoder in the engine (without --ec-transfer-config), or "allow": '
-        '["other_encoders"] where that process runs the same model and settings',
+        "run the encoder in the engine, without --ec-transfer-config",
         _REQUEST,
     ),
     "shared_memory": Refusal(

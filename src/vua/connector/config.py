@@ -23,7 +23,7 @@ from vua.storage.location import directory_of
 _WHERE: Final = "kv_connector_extra_config"
 _MAY_BE_ZERO: Final = frozenset({"witness_every", "max_pending_save_mib"})
 _MOST: Final = 1e18
-_ALLOWED: Final = ("inexact_continuation", "other_encoders", "pins")
+_ALLOWED: Final = ("inexact_continuation", "pins")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -104,9 +104,7 @@ class ConnectorConfig:
     """Things that are refused by default. `"pins"`: clients may pin the chunks of their requests;
     all pins together hold half of `limits.max_bytes` at most. `"inexact_continuation"`: cache also
     with an attention backend that itself, without any cache, computes other values after a cached
-    prefix than for a whole prompt (MLA on CPUs). `"other_encoders"`: cache prompts with images
-    whose embeddings another process computes (`--ec-transfer-config`); that has to run the same
-    model with the same settings."""
+    prefix than for a whole prompt (MLA on CPUs)."""
     strict: bool = False
     """Let errors of the connector stop the engine instead of costing hits: for tests."""
 

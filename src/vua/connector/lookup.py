@@ -12,7 +12,6 @@ one may diverge, see `branches`. So a hit ends where every group has what it nee
 
 from __future__ import annotations
 
-import hashlib
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
@@ -20,8 +19,6 @@ from concurrent.futures import wait as wait_for
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Final
-
-import torch
 
 from vua.connector.cache_spec import Group, Model, UncachedError, refused
 from vua.connector.config import ConnectorConfig
@@ -450,10 +447,7 @@ def _keys_of(
     """
     request, ids, media = lookup.request, lookup.token_ids, lookup.media
     size, extras = model.chunk_tokens, dict[int, list[tuple[str, bytes]]]()
-    embedded: list[tuple[int, bytes]] = []
-    if request.prompt_embeds is not None:
-        ids, embedded = _embedded(request, ids, size)
-    if ids is None:
+    if ids is None or request.prompt_embeds is not None:
         return None
     if isinstance(media, UncachedError):
         raise media
@@ -470,33 +464,4 @@ def _keys_of(
     for feature, named in zip(request.mm_features, media, strict=False):
         chunk = feature.mm_position.offset // size
         extras.setdefault(chunk, []).append(("multimodal", named))
-    for chunk, named in embedded:
-        extras.setdefault(chunk, []).append(("embeddings", named))
     return name(token_ids(ids), extras, salt)
-
-
-def _embedded(
-    request: Any, ids: Sequence[int] | None, size: int
-) -> tuple[Sequence[int], list[tuple[int, bytes]]]:
-    """Return the token ids of a prompt with embeddings, and a digest of these for each chunk.
-
-    ``ids`` has all of its tokens, perhaps with generated ones after them; None: all are embeddings.
-    Where there is an embedding the id is 0, as vLLM has it.
-    """
-    rows = request.prompt_embeds.detach().cpu().contiguous()
-    is_token = getattr(request, "prompt_is_token_ids", None)
-    is_row = torch.ones(len(rows), dtype=torch.bool)
-    if ids is not None and is_token is not None:  # a prompt of both
-        is_row = ~torch.as_tensor(is_token, dtype=torch.bool)
-    found = list(ids) if ids is not None else [0] * len(rows)
-    for at in is_row.nonzero().flatten().tolist():
-        found[at] = 0
-    digests = list[tuple[int, bytes]]()
-    for start in range(0, len(rows), size):
-        which = is_row[start : start + size]
-        if which.any():
-            digest = hashlib.sha256(repr((str(rows.dtype), rows.shape[1])).encode())
-            digest.update(which.numpy().tobytes())
-            digest.update(rows[start : start + size][which].view(torch.uint8).numpy().tobytes())
-            digests.append((start // size, digest.hexdigest().encode()))
-    return found, digests

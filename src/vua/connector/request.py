@@ -7,7 +7,7 @@ able to fail or delay a request, here or in the engine: what cannot be understoo
 with one line in the log for each kind of mistake. The options are read on the engine's thread, so
 the time for that does not depend on how much a client sent.
 
-vLLM 0.32 and later carry an orchestrator's hints beside (``kv_hints``): a list of actions with a
+vLLM carries an orchestrator's hints beside (``kv_hints``): a list of actions with a
 type, a version and a payload, which vLLM leaves open. VUA knows those of :data:`ACTIONS`.
 """
 

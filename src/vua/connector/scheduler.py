@@ -266,9 +266,8 @@ class SchedulerSide:
             state.lookup = self._ask(request, state.options, state.adapter)
         state.local_tokens, state.decision = num_computed_tokens, NOTHING_STORED
         loads = self._may_load and state.options.load and not state.failed
-        # all of its prompt must be computed (log probabilities of it, a pooled vector); vLLM before
-        # 0.32 takes an answer all the same
-        loads = loads and not getattr(request, "skip_reading_prefix_cache", False)
+        # all of its prompt must be computed: log probabilities of it, a pooled vector
+        loads = loads and not request.skip_reading_prefix_cache
         if state.outdated or not (loads or (self._may_save and state.options.store)):
             return 0, False
         return self._matched(state, num_computed_tokens, loads=loads)
@@ -349,8 +348,8 @@ class SchedulerSide:
             if not self._media.ready(request.request_id, request.mm_features):
                 self._patience.pause()
                 return None
-            hints = getattr(request, "kv_hints", None)  # from vLLM 0.32 on
-            options, adapter = self._options.read(request.kv_transfer_params, hints), None
+            options = self._options.read(request.kv_transfer_params, request.kv_hints)
+            adapter = None
             if request.lora_request is not None and (options.load or options.store):
                 adapter, answered = self.adapters.find(request.lora_request)
                 if not answered:

@@ -28,7 +28,6 @@ from vua.vllm.engine_identity import engine_identity
 from vua.vllm.support import (
     adapters_spill,
     check_engine,
-    has_load_interface,
     is_tested,
 )
 
@@ -55,9 +54,7 @@ def describe(vllm_config: Any, kv_cache_config: Any, config: ConnectorConfig) ->
     (spec, *_) = _specs_of(tables[0]).values()
     model, dtype = vllm_config.model_config, groups[0].layout.dtype
     try:
-        engine = engine_identity(
-            vllm_config, spec.dtype, other_encoders="other_encoders" in config.allow
-        )
+        engine = engine_identity(vllm_config, spec.dtype)
         identity = Identity.of_config(
             {**engine.config, **division(groups)},
             kv_dtype=dtype,
@@ -123,9 +120,6 @@ def _groups_of(
     ]
     for table in tables:
         check_place(table)
-    windows = any(isinstance(one.spec, SlidingWindowSpec) for one in caches)
-    if (len(tables) > 1 or windows) and not has_load_interface():
-        raise refused("old_vllm", "a model with windows or several KV cache groups")
     # MLA whose decode and prefill disagree, where a cached prefix would change the output: vLLM's
     # reference backend on CPUs has that bug with or without a connector.
     exact = vllm_config.scheduler_config.enable_chunked_prefill

@@ -284,16 +284,10 @@ def _folder(vllm_config: Any, model: str, revision: str | None) -> Path:
     return local_directory(model, revision, vllm_config.load_config.download_dir)
 
 
-def engine_identity(
-    vllm_config: Any,
-    kv_dtype: torch.dtype,
-    *,
-    other_encoders: bool = False,
-) -> EngineIdentity:
+def engine_identity(vllm_config: Any, kv_dtype: torch.dtype) -> EngineIdentity:
     """Return what counts for an engine whose KV cache has elements of ``kv_dtype``.
 
-    ``other_encoders``: whether embeddings of images that another process computes are believed to
-    be this model's. Raises UncachedError, ConfigError: something cannot be determined; OSError.
+    Raises UncachedError, ConfigError: something cannot be determined; OSError.
     """
     model = vllm_config.model_config
     settings = settings_of(vllm_config, kv_dtype)
@@ -318,7 +312,7 @@ def engine_identity(
         )
     if model.architecture not in (model.hf_config.architectures or ())[:1]:
         config["vua.architecture"] = model.architecture
-    media, why = _media(vllm_config, settings, other_encoders=other_encoders)
+    media, why = _media(vllm_config, settings)
     adapters = config_digest(settings.adapters) if settings.adapters else ""
     return EngineIdentity(named_by("vllm", config), adapters, media, why)
 
@@ -432,14 +426,14 @@ def _code(vllm_config: Any) -> list[str]:
     return [code_digest(each) for each in folders]
 
 
-def _media(vllm_config: Any, settings: Settings, *, other_encoders: bool) -> tuple[str, str]:
+def _media(vllm_config: Any, settings: Settings) -> tuple[str, str]:
     """Return what images' K and V depend on besides their content, or why they are not cached."""
     model = vllm_config.model_config
     multimodal = model.multimodal_config
     if multimodal is None:
         return "", str(refused("no_images"))
     transfer = getattr(vllm_config, "ec_transfer_config", None)
-    if transfer is not None and transfer.ec_connector is not None and not other_encoders:
+    if transfer is not None and transfer.ec_connector is not None:
         return "", str(refused("other_encoder"))
     if multimodal.mm_processor_cache_type == "shm" and multimodal.mm_processor_cache_gb > 0:
         return "", str(refused("shared_memory"))

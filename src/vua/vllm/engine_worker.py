@@ -2,7 +2,7 @@
 
 vLLM gives a connector the configuration and the KV cache, but no reference to the model. The
 connector is created by its worker, so the worker is found on the call stack, as the
-``WorkerWrapperBase`` through which every executor of vLLM 0.28 to 0.33 calls it. If it is not found
+``WorkerWrapperBase`` through which every executor of vLLM calls it. If it is not found
 nothing is cached, since the weights in memory would be unknown.
 
 Adapters are identified by what the engine has loaded, not by what is at their path now. vLLM loads
@@ -161,7 +161,7 @@ _LEAVES_WEIGHTS: Final = frozenset(
     "profile annotate_profile save_sharded_state save_tensorized_model".split()
 )
 """What may be called or read from outside without affecting the weights: reviewed in the workers
-(GPU, CPU) of vLLM 0.28, 0.32 and 0.33. Anything else counts as a change."""
+(GPU, CPU) of vLLM 0.32 and 0.33. Anything else counts as a change."""
 
 _MOVES_WEIGHTS: Final = ("sleep", "wake_up")
 """Calls that take the weights from the device, and put the same back."""

@@ -124,8 +124,7 @@ def step_of(output: Any) -> ScheduledStep:
     ]
 
     def tables(name: str) -> Tables:
-        state = output.kv_connector_block_state  # since vLLM 0.30; asked of no older one
-        return state.get_block_ids(name)
+        return output.kv_connector_block_state.get_block_ids(name)
 
     return ScheduledStep(requests, tables)
 
@@ -190,8 +189,8 @@ class VUAStorageConnector_V1(KVConnectorBase_V1, SupportsHMA):  # noqa: N801
         self._ahead: Identification | None = None
         """In the first worker: begins before the scheduler's half does, see `_make_worker`."""
         self._failures: set[str] = set()
-        self._lost: dict[str, set[int]] = {}
-        """Loads that this worker could not begin, with their blocks: the engine waits for them."""
+        self._lost: set[str] = set()
+        """Requests whose loads this worker could not begin: the engine waits for them."""
         self._model: Any = None
         self._idle = False
         self._handled = id(None)
@@ -320,9 +319,9 @@ class VUAStorageConnector_V1(KVConnectorBase_V1, SupportsHMA):  # noqa: N801
     def update_connector_output(self, connector_output: Any) -> None:
         side = self.scheduler
         received = connector_output.finished_recving or set()
-        failed = getattr(connector_output, "failed_recving", None) or set()
+        failed = connector_output.failed_recving or set()
         blocks = connector_output.invalid_block_ids or set()
-        notes = getattr(connector_output, "kv_connector_worker_meta", None)
+        notes = connector_output.kv_connector_worker_meta
         if side is not None and isinstance(notes, WorkerOutput):  # before the ends of these loads
             with self._guarded():
                 side.learn(notes)
@@ -412,7 +411,7 @@ class VUAStorageConnector_V1(KVConnectorBase_V1, SupportsHMA):  # noqa: N801
                 self.worker.start_loads(orders)
                 begun = True
         if not begun:  # the scheduler's half has ordered them all the same
-            self._lost |= {one.request_id: set().union(*one.block_ids) for one in orders.loads}
+            self._lost |= {one.request_id for one in orders.loads}
 
     def wait_for_layer_load(self, layer_name: str) -> None:
         """Do nothing: no forward pass reads a block before its load is reported."""
@@ -436,7 +435,7 @@ class VUAStorageConnector_V1(KVConnectorBase_V1, SupportsHMA):  # noqa: N801
             side.saves.hand_over()
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
-        lost, side = set(self._lost), self.worker
+        lost, side = self._lost, self.worker
         if side is None:
             return None, lost
         with self._guarded():
@@ -448,8 +447,8 @@ class VUAStorageConnector_V1(KVConnectorBase_V1, SupportsHMA):  # noqa: N801
     def get_transfer_results(self, finished_req_ids: set[str]) -> Any:
         """As :meth:`get_finished`, with the requests whose loads failed completely."""
         results = super().get_transfer_results(finished_req_ids)
-        results.failed_recving.update(self._lost)
-        self._lost.clear()
+        results.failed_recving |= self._lost
+        self._lost = set()
         if self.worker is not None:
             with self._guarded():
                 results.failed_recving |= self.worker.take_failed()
@@ -466,11 +465,9 @@ class VUAStorageConnector_V1(KVConnectorBase_V1, SupportsHMA):  # noqa: N801
 
     def get_block_ids_with_load_errors(self) -> set[int]:
         """Return the blocks that a load did not fill; vLLM recomputes them."""
-        lost = set().union(*self._lost.values())  # vLLM before 0.30 takes no failed requests
-        self._lost.clear()
         with self._guarded():
-            return lost if self.worker is None else self.worker.take_failed_blocks() | lost
-        return lost
+            return set() if self.worker is None else self.worker.take_failed_blocks()
+        return set()
 
 
 VUA: Final = VUAStorageConnector_V1

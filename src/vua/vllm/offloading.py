@@ -20,13 +20,12 @@ from itertools import takewhile
 from typing import Any, Final
 
 import torch
-import vllm
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import OffloadingWorkerMetadata
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.config import build_offloading_config
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import OffloadingConnector
 from vllm.platforms import current_platform
-from vllm.v1.kv_offload.base import LookupResult, ReqContext
+from vllm.v1.kv_offload.base import LookupResult
 from vllm.v1.kv_offload.cpu import gpu_worker, spec
 
 from vua.connector.cache_spec import UncachedError, refused
@@ -34,12 +33,18 @@ from vua.connector.extras import AdapterBook, AdapterNote, Media, together
 from vua.connector.log import WarnOnce, logger
 from vua.connector.lookup import branches
 from vua.connector.setup import code_of, joined
-from vua.errors import ConfigError, VUAError
+from vua.errors import VUAError
 from vua.vllm.cache_spec import _name, _specs_of, is_causal, known_kind, stored_as
 from vua.vllm.engine_identity import ENGINE, engine_identity, find_weights, pages_identity, setup_of
 from vua.vllm.engine_worker import memory_of
 from vua.vllm.kv_connector_v1 import RunningCode
-from vua.vllm.support import adapters_spill, check_drafts, check_starts, is_tested
+from vua.vllm.support import (
+    adapters_spill,
+    check_drafts,
+    check_starts,
+    check_version,
+    is_tested,
+)
 from vua.vllm.tier import ENGINES, Engine, Terms
 
 log = logger("tier")
@@ -77,14 +82,10 @@ class VUAOffloadingConnector(OffloadingConnector):
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
         """Identify the engine, and make vLLM's connector.
 
-        Raises ConfigError for a vLLM without this interface, a model that it starts with no
+        Raises ConfigError for a vLLM that is too old, a model that it starts with no
         connector, or wrong settings of a tier. What cannot be identified is served without tiers.
         """
-        if not hasattr(ReqContext, "get_offload_key_position"):
-            raise ConfigError(
-                f"vLLM {vllm.__version__} does not tell a tier where blocks stand in a prompt: "
-                "VUAOffloadingConnector needs vLLM 0.32 or later; use VUAStorageConnector_V1"
-            )
+        check_version()
         check_starts(vllm_config)
         if current_platform.is_cpu():
             lend()

@@ -2,7 +2,6 @@
 
 `arrange` completes an engine's configuration: `VUA_PATH` alone is enough. `door_of` chooses between
 VUA's own connector and the tier below vLLM's offloading (`vua.vllm.tier`).
-The connector is written for the newest version; what an older one lacks is handled here.
 docs/vllm.md says which versions were run. Why something is not stored, and what
 to do: `vua.connector.cache_spec`.
 """
@@ -20,9 +19,6 @@ import vllm
 from packaging.version import InvalidVersion, Version
 from vllm.config import KVTransferConfig
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
-from vllm.v1.core.sched.output import SchedulerOutput
-from vllm.v1.kv_offload.base import ReqContext
-from vllm.v1.outputs import KVConnectorOutput
 
 from vua import native
 from vua.connector.cache_spec import refused
@@ -36,9 +32,9 @@ from vua.vllm import BESIDE_OFFLOADING, CONNECTOR, TIER, VUA, vua_in
 
 log = logger()
 
-OLDEST: Final = Version("0.28")
+OLDEST: Final = Version("0.32")
 NEWEST: Final = Version("0.33")
-"""The connector is tested with `OLDEST`, 0.32 and this one."""
+"""VUA is tested with these two."""
 
 
 def _release() -> Version | None:
@@ -212,9 +208,8 @@ def no_tier(vllm_config: Any) -> str:
     little = (
         f"{nbytes >> 20} MiB of /dev/shm are too little for a tier: free more (docker: --ipc=host)"
     )
-    places, few = hasattr(ReqContext, "get_offload_key_position"), nbytes < _LEAST_NBYTES
+    few = nbytes < _LEAST_NBYTES
     reasons = (
-        (not places, "a tier needs vLLM 0.32 or newer"),
         (
             current_platform.is_cpu() and not is_tested(),
             f"a tier on CPUs needs vLLM {NEWEST} or older",
@@ -295,15 +290,6 @@ def announce(transfer: Any) -> None:
             "MultiConnector, whose settings VUA does not see, set it in both",
             transfer.kv_load_failure_policy,
         )
-
-
-def has_load_interface() -> bool:
-    """Whether a load can fail as a whole, and a step says which blocks a request has (vLLM 0.30).
-
-    Freed ones left out.
-    """
-    fails = hasattr(KVConnectorOutput(), "failed_recving")
-    return fails and "kv_connector_block_state" in SchedulerOutput.__dataclass_fields__
 
 
 DRAFTS: Final = ("eagle", "eagle3", "mtp")

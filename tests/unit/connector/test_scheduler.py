@@ -16,7 +16,6 @@ from typing import Any
 from unittest import mock
 
 import pytest
-import torch
 
 from commands import told
 from helpers import keys_of, save_chunk, until
@@ -140,38 +139,6 @@ class SchedulerTest(unittest.TestCase):
         side.shutdown()
         said = f"{saved_s:.1f} s saved, 80 tokens loaded, 12 of 16 chunks found"
         self.assertEqual(said, told(self.root))
-
-    def test_embeddings(self) -> None:
-        """A prompt of tokens and embeddings is named by both, chunk by chunk."""
-        side = self.side()
-        ids, rows = list(range(64)), torch.arange(64 * 4, dtype=torch.float32).reshape(64, 4)
-        is_token = [at % 20 != 19 for at in range(64)]  # rows 19, 39 and 59 are embeddings
-
-        def names(rows: torch.Tensor, ids: list[int], **more: Any) -> list[str]:
-            name = f"{len(side.states)}"
-            given = {"prompt_token_ids": ids, "prompt_embeds": rows} | more
-            asked = request_of(name, **given)
-            answer(side, asked)
-            return [key.name for key in side.states[name].lookup.answer.result().keys.first(4)]
-
-        mixed = names(rows, ids, prompt_is_token_ids=is_token)
-        self.assertEqual(mixed, names(rows.clone(), ids, prompt_is_token_ids=is_token))
-        plain = [key.name for key in keys_of(range(64), 16)]
-        self.assertEqual([True, *[False] * 3], [a == b for a, b in zip(mixed, plain, strict=True)])
-        for change, same in (
-            (lambda: rows[19].add_(1), 1),
-            (lambda: rows[59].add_(1), 3),
-            (lambda: rows[20].add_(1), 4),  # a token is there
-        ):
-            before = names(rows, ids, prompt_is_token_ids=is_token)
-            change()
-            after = names(rows, ids, prompt_is_token_ids=is_token)
-            self.assertEqual(same, sum(a == b for a, b in zip(before, after, strict=True)))
-        whole = names(rows, None)  # type: ignore[arg-type]
-        self.assertEqual(4, len(whole))
-        self.assertEqual(0, sum(a == b for a, b in zip(whole, mixed, strict=True)))
-        half = names(rows.bfloat16(), None)  # type: ignore[arg-type]
-        self.assertEqual(0, sum(a == b for a, b in zip(whole, half, strict=True)))
 
     def until_counted(self, side: Any, words: dict[str, int]) -> None:
         """Wait until these hints, and no others, are counted."""

@@ -100,9 +100,6 @@ class DoorsTest(ConfigTest):
                 self.assertEqual(("tier", why), self.door(change))
                 if "is new" not in why:
                     self.assertEqual(("tier", why), self.door(self.odd()[why], platform="cpu"))
-                older = mock.patch("vua.vllm.support.ReqContext", object)
-                cannot = f"{why}, but a tier needs vLLM 0.32 or newer"
-                self.assertEqual(("connector", cannot), self.door(self.odd()[why], older))
         refuses = [*self.odd()][1:7]
         for why, change in self.odd().items():  # and the connector refuses it, or was not measured
             with self.subTest(why), on("cuda"), change:
@@ -215,8 +212,7 @@ class VersionsTest(unittest.TestCase):
     def test_versions(self) -> None:
         """An older one is refused, with what works; of a newer one it is said that none ran it."""
         for version, refused, new in (
-            ("0.27.1", True, False),
-            ("0.28.0", False, False),
+            ("0.31.2", True, False),
             ("0.32.0+cpu", False, False),
             ("0.33.1rc2.dev5+g1234", False, False),
             ("0.34.0", False, True),
@@ -228,7 +224,7 @@ class VersionsTest(unittest.TestCase):
                 mock.patch("vua.vllm.support.warn_once", WarnOnce(logger())),
                 self.assertLogs("vllm.vua", "INFO") as logged,
             ):
-                words = rf"{version} is not supported.* works with 0\.28 to 0\.33\. Install"
+                words = rf"{version} is not supported.* works with 0\.32 to 0\.33\. Install"
                 refuses = self.assertRaisesRegex(ConfigError, words)
                 with refuses if refused else ExitStack():
                     check_version()

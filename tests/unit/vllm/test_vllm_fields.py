@@ -48,7 +48,7 @@ from vua.vllm.engine_identity import (
 pytestmark = pytest.mark.vllm
 
 LISTS = json.loads((TESTS / "vllm_fields.json").read_text())
-RELEASES = ("0.28", "0.32", "0.33")
+RELEASES = ("0.32", "0.33")
 
 
 def fields_of(release: str) -> Iterator[tuple[str, str]]:
