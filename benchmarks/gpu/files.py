@@ -13,9 +13,8 @@ import safetensors.torch
 import torch
 from harness import Arms, Bench, PosixMover, expect, medians, once
 
-from vua.device.copy import gather
 from vua.device.gds import CuFileMover, DirectReader, Gds
-from vua.device.paged import PagedCache, slots_of
+from vua.device.paged import PagedCache, gather, slots_of
 from vua.device.staging import Staging
 from vua.format.identity import Identity
 from vua.format.keys import KeyChain, token_ids

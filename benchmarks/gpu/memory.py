@@ -11,9 +11,8 @@ import numpy as np
 import torch
 from harness import Arms, Bench, expect, medians
 
-from vua.device.copy import Job, choose, plan
-from vua.device.copy import move as torch_move
-from vua.device.paged import PagedCache, slots_of
+from vua.device.paged import Job, PagedCache, choose, plan, slots_of
+from vua.device.paged import move as torch_move
 from vua.device.staging import Staging
 from vua.format.layout import KVLayout
 

@@ -29,7 +29,7 @@ from harness import Bench, expect, once
 from vua import native
 from vua.connector.device_transfer import RingLoads, warm_up
 from vua.connector.metadata import GroupLoad, LoadOrder
-from vua.device.copy import gather
+from vua.device.paged import gather
 from vua.device.staging import Staging
 from vua.device.xxh3 import checksums, kernel_for, on_host
 from vua.io.pool import Job, Pool

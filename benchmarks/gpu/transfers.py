@@ -32,7 +32,7 @@ from files import fixed_cost, load_files, save_files
 from harness import Bench
 from memory import beside_compute, both_ways, gather_scatter, layer_by_layer, one_chunk
 
-from vua.device.copy import choose
+from vua.device.paged import choose
 
 PARTS: dict[str, tuple[Callable[[Bench], None], bool]] = {
     "G1": (gather_scatter, False), "G2": (one_chunk, False), "G3": (both_ways, False),

@@ -36,8 +36,7 @@ def moves(bench: Bench) -> Iterator[Row]:
 def _form(bench: Bench, axes: str, name: str, heads: int, dim: int, block: int) -> Iterator[Row]:
     import torch
 
-    from vua.device.copy import gather, scatter
-    from vua.device.paged import PagedCache, slots_of
+    from vua.device.paged import PagedCache, gather, scatter, slots_of
 
     layers, chunks, tokens = (2, 2, 64) if bench.tiny else (16, 8, 256)
     blocks = chunks * tokens // block * 2

@@ -203,8 +203,7 @@ def _blocked(saving: Saving, pool: ThreadPoolExecutor) -> dict[str, Arm]:
     """
     import torch
 
-    from vua.device.copy import gather
-    from vua.device.paged import PagedCache, slots_of
+    from vua.device.paged import PagedCache, gather, slots_of
 
     layout, chunks = saving.case.layout, saving.case.chunks
     buffers = [staged(layout, 1) for _ in range(chunks)]

@@ -254,7 +254,7 @@ def counted(counts: dict[str, int]) -> Iterator[None]:
     from vllm.v1.core.sched.scheduler import Scheduler
 
     from vua.connector.group_transfer import CachedLoads
-    from vua.device.cpu_pages import PagedKV
+    from vua.device.paged import PagedKV
     from vua.store.store import Loader
 
     scatter, preempt = PagedKV.scatter_chunks, Scheduler._preempt_request

@@ -24,9 +24,8 @@ from vua.connector.config import ConnectorConfig
 from vua.connector.metadata import ComparisonResult, GroupLoad, LoadOrder
 from vua.connector.metrics import Recorder
 from vua.device.buffers import StagingBuffer, StagingPool
-from vua.device.cpu_pages import PagedKV
 from vua.device.gds import Gds
-from vua.device.paged import PagedCache
+from vua.device.paged import PagedCache, PagedKV
 from vua.device.staging import Fence
 from vua.format.keys import ChunkKey, Keys
 from vua.format.layout import Shard

@@ -26,7 +26,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from vua.device.copy import synchronize
+from vua.device.paged import synchronize
 from vua.device.xxh3 import checksums
 from vua.errors import ConfigError, EntryError, StorageError, UntrustedError
 from vua.format.entry import EntryCodec

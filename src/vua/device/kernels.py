@@ -1,4 +1,4 @@
-"""The moves of `vua.device.copy` and the checksums of `vua.device.xxh3` as Triton kernels.
+"""The moves of `vua.device.paged` and the checksums of `vua.device.xxh3` as Triton kernels.
 
 Needs Triton, so only `vua.device` imports this, and only for a cache on a GPU. With
 ``TRITON_INTERPRET=1`` in the environment at import the kernels run on the CPU, for tests.

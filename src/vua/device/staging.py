@@ -31,8 +31,7 @@ import torch
 from torch import Tensor
 
 from vua.device.buffers import StagingBuffer, StagingPool
-from vua.device.copy import Job, check_slots, choose, plan
-from vua.device.paged import PagedCache
+from vua.device.paged import Job, PagedCache, check_slots, choose, plan
 from vua.device.xxh3 import DigestCheck
 from vua.errors import InputError, LayoutError
 from vua.format.layout import ITEMSIZE, KVLayout, Shard

@@ -30,8 +30,7 @@ try:
 except ModuleNotFoundError as problem:
     raise how_to_get(problem) from None
 
-from vua.device.copy import gather, scatter, synchronize
-from vua.device.paged import PagedCache
+from vua.device.paged import PagedCache, gather, scatter, synchronize
 
 __all__ = [
     "GPUConnectorInterface",

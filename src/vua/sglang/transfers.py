@@ -36,7 +36,7 @@ from vua.connector.metadata import ComparisonResult, Verdict
 from vua.connector.metrics import Recorder
 from vua.connector.witness import Witness
 from vua.device.buffers import StagingBuffer, StagingPool
-from vua.device.cpu_pages import PagedKV, latent_form
+from vua.device.paged import PagedKV, latent_form
 from vua.errors import InputError, LayoutError, StorageError, VUAError
 from vua.format.keys import ChunkKey
 from vua.format.layout import Shard

@@ -16,8 +16,7 @@ import torch
 from torch import Tensor
 
 from vua.connector.cache_spec import Group, UncachedError
-from vua.device.cpu_pages import PagedKV, PageForm, fused_form, latent_form
-from vua.device.paged import WORDS, PagedCache
+from vua.device.paged import WORDS, PagedCache, PagedKV, PageForm, fused_form, latent_form
 from vua.errors import LayoutError
 
 _PROBED: Final = {torch.bfloat16: 0x0400, torch.float16: 0x0400, torch.float32: 0x0080_0000}

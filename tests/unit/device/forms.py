@@ -14,7 +14,7 @@ from unittest import mock
 
 import torch
 
-from vua.device.cpu_pages import PageForm
+from vua.device.paged import PageForm
 
 HAS_TRITON = importlib.util.find_spec("triton") is not None
 NEEDS_TRITON = unittest.skipUnless(

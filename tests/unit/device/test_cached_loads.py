@@ -25,7 +25,7 @@ from helpers import (
 from speed import cool, is_cold
 from vua import native
 from vua.device.buffers import StagingBuffer
-from vua.device.cpu_pages import PagedKV, PageForm, fused_form, latent_form
+from vua.device.paged import PagedKV, PageForm, fused_form, latent_form
 from vua.errors import InputError, LayoutError
 from vua.format.identity import Identity
 from vua.format.keys import ChunkKey

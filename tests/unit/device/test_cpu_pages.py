@@ -18,7 +18,7 @@ from forms import column_form, shuffled_form
 from helpers import has_native, native_code, noise
 from vua import native
 from vua.connector.cache_spec import UncachedError
-from vua.device.cpu_pages import PagedKV, PageForm, fused_form, latent_form
+from vua.device.paged import PagedKV, PageForm, fused_form, latent_form
 from vua.errors import InputError, LayoutError
 from vua.vllm.page_layout import engine_writer, learn_cpu_form
 

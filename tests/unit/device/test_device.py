@@ -14,9 +14,18 @@ from forms import HAS_TRITON, NEEDS_TRITON, compiled, triton_kernels
 
 import vua.device.paged
 from helpers import bits, has_native, noise
-from vua.device.copy import Job, Move, choose, gather, move_on_cpu, proves, scatter
-from vua.device.copy import move as torch_move
-from vua.device.paged import PagedCache, slots_of
+from vua.device.paged import (
+    Job,
+    Move,
+    PagedCache,
+    choose,
+    gather,
+    move_on_cpu,
+    proves,
+    scatter,
+    slots_of,
+)
+from vua.device.paged import move as torch_move
 from vua.errors import InputError, LayoutError
 from vua.serdes import DTYPES
 
@@ -202,10 +211,10 @@ class HostTest(MovesTest):
     move = staticmethod(move_on_cpu)
 
     def setUp(self) -> None:
-        self.enterContext(mock.patch("vua.device.copy.move", side_effect=AssertionError))
+        self.enterContext(mock.patch("vua.device.paged.move", side_effect=AssertionError))
 
     def test_proof(self) -> None:
-        with mock.patch("vua.device.copy.move", torch_move):
+        with mock.patch("vua.device.paged.move", torch_move):
             super().test_proof()
 
     def test_repeated_slots(self) -> None:
@@ -213,7 +222,7 @@ class HostTest(MovesTest):
         paged = PagedCache.of(torch.zeros(1, 2, 1, SLOTS, 2 * 64, dtype=torch.int16), "LBHNC")
         k, v = torch.stack([torch.arange(1.0, 4)] * 64, 1).to(torch.int16).expand(2, 1, 1, 3, 64)
         never = mock.patch("vua.native.copy_strided", side_effect=AssertionError)
-        with mock.patch("vua.device.copy.move", torch_move), never:
+        with mock.patch("vua.device.paged.move", torch_move), never:
             scatter(paged, torch.tensor([1, 2, 1]), k, v)
 
         rows = paged.arrays[0][0][0, :, 0]
@@ -301,7 +310,7 @@ class GPUMovesTest(MovesTest):
 
     def test_choice(self) -> None:
         """The kernel is used where Triton is installed."""
-        expected = "vua.device.kernels" if HAS_TRITON else "vua.device.copy"
+        expected = "vua.device.kernels" if HAS_TRITON else "vua.device.paged"
         self.assertEqual(expected, choose(self.device).__module__)
 
 

@@ -22,8 +22,8 @@ from gpu.harness import PosixMover
 from helpers import SOON_S, DirectoryTest, flip, keys_of, save_chunk, swap
 from vua.device import xxh3
 from vua.device.buffers import StagingBuffer
-from vua.device.copy import synchronize
 from vua.device.gds import CuFileMover, DirectReader, Gds
+from vua.device.paged import synchronize
 from vua.errors import ConfigError, StorageError
 from vua.format.identity import Identity
 from vua.format.layout import KVLayout

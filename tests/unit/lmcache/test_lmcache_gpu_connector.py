@@ -341,7 +341,7 @@ class V2Test(unittest.TestCase):
 
         engines, modules = done.stdout.splitlines()
         self.assertEqual("[]", engines)
-        needed = "device.copy device.paged errors lmcache.gpu_connector"
+        needed = "device.paged errors lmcache.gpu_connector"
         self.assertEqual([f"vua.{name}" for name in needed.split()], modules.split())
 
 
