@@ -38,7 +38,7 @@ from vua.format.keys import KeyChain, token_ids
 from vua.storage.base import Batch, ReadResult, Storage
 from vua.store.writer import EntryWriter
 from vua.testing import FaultyStorage
-from vua.vllm import page_layout
+from vua.vllm import cache_spec
 
 BLOCKS = 8
 """Blocks that there are: a prompt's table names them again and again."""
@@ -70,7 +70,7 @@ def worker(root: str) -> WorkerSide:
     shape = (BLOCKS, LLAMA_8B.kv_heads, tokens, LLAMA_8B.k_dim + LLAMA_8B.v_dim)
     caches = {f"layers.{at}": torch.zeros(shape, dtype=torch.bfloat16) for at in range(layers)}
     layer_of = {name: at for at, name in enumerate(caches)}
-    side.register(caches, layer_of, dict.fromkeys(caches, 0), page_layout)
+    side.register(caches, layer_of, dict.fromkeys(caches, 0), cache_spec)
     return side
 
 

@@ -96,7 +96,7 @@ class SavingEngine:
     def __init__(
         self, root: str, sink: Sink, layout: KVLayout, *, step_tokens: int, **settings: Any
     ) -> None:
-        from vua.vllm import page_layout
+        from vua.vllm import cache_spec
 
         self.block, self.step_tokens, self.sink = layout.chunk_tokens, step_tokens, sink
         self.payload = layout.full.payload_nbytes(layout)
@@ -114,7 +114,7 @@ class SavingEngine:
         dtype = {"BF16": torch.bfloat16, "F32": torch.float32}[layout.dtype]
         caches = {f"layers.{at}": torch.zeros(shape, dtype=dtype) for at in range(layout.layers)}
         layer_of = {name: at for at, name in enumerate(caches)}
-        self.worker.register(caches, layer_of, dict.fromkeys(caches, 0), page_layout)
+        self.worker.register(caches, layer_of, dict.fromkeys(caches, 0), cache_spec)
         self.group = self.worker.groups[0]
         self.group.store.storage = sink
         self.group.store.capacity = None

@@ -111,7 +111,7 @@ def worker_of(root: Any, caches: Sequence[Any], layout: KVLayout, **given: Any) 
     from vua.connector.config import ConnectorConfig
     from vua.connector.group_transfer import Rank
     from vua.connector.worker import WorkerSide
-    from vua.vllm import page_layout
+    from vua.vllm import cache_spec
 
     of_model = {name: given.pop(name) for name in _OF_MODEL if name in given}
     of_worker = {name: given.pop(name) for name in _OF_WORKER if name in given}
@@ -122,7 +122,7 @@ def worker_of(root: Any, caches: Sequence[Any], layout: KVLayout, **given: Any) 
     names = [f"model.layers.{at}" for at in range(len(caches))]
     numbers = {name: at for at, name in enumerate(names)}
     tables = dict.fromkeys(names, 0)
-    side.register(dict(zip(names, caches, strict=True)), numbers, tables, page_layout)
+    side.register(dict(zip(names, caches, strict=True)), numbers, tables, cache_spec)
     return side
 
 

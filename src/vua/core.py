@@ -23,7 +23,7 @@ except ModuleNotFoundError as problem:
     raise how_to_get(problem) from None
 
 from vua.capacity.limits import Limits, nbytes_of
-from vua.connector.savings import savings_at
+from vua.connector.load_policy import savings_at
 from vua.format.entry import EntryCodec
 from vua.format.identity import Identity
 from vua.format.keys import KeyChain

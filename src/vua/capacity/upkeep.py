@@ -12,10 +12,10 @@ and bytes the namespaces had. Tools, and a process that starts, answer from it w
 take long, and tools say its date. It may be old, damaged or absent, so what it says of a namespace
 is compared with two of its parts, and nothing is deleted because of it.
 
-In ``saved`` each process has one small file (`vua.connector.savings`) of what loads saved, and how
-far prompts were found, for the last days (UTC). Tools add up all files. Engines with a ``key_file``
-end their files with a tag made with it, and who reads with the key counts only these. A user who
-may write there can change what all others read, and nothing else.
+In ``saved`` each process has one small file (`vua.connector.load_policy`) of what loads saved, and
+how far prompts were found, for the last days (UTC). Tools add up all files. Engines with a
+``key_file`` end their files with a tag made with it, and who reads with the key counts only these.
+A user who may write there can change what all others read, and nothing else.
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ from typing import Any, Final
 from vua.connector.cache_spec import Model
 from vua.connector.config import ConnectorConfig
 from vua.connector.extras import Adapter, AdapterBook, Media
-from vua.connector.load_policy import NOTHING_STORED, TO_COMPARE, LoadPolicy
+from vua.connector.load_policy import NOTHING_STORED, TO_COMPARE, LoadPolicy, Savings
 from vua.connector.log import ROOT, logger
 from vua.connector.lookup import Lookup, Lookups, PrefixMatch, StepPatience, answer_early
 from vua.connector.metadata import (
@@ -33,7 +33,6 @@ from vua.connector.opening import Opening, close_within
 from vua.connector.proved import written
 from vua.connector.request import OptionReader, RequestOptions
 from vua.connector.save_scheduler import RequestState, SaveScheduler, to_load
-from vua.connector.savings import Savings
 from vua.connector.witness import Witness
 from vua.format.identity import Identity
 from vua.store.namespace import Namespace

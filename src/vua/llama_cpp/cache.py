@@ -39,8 +39,7 @@ import numpy.typing as npt
 import torch
 from llama_cpp import BaseLlamaCache, LlamaState
 
-from vua.connector.load_policy import PrefillSpeed
-from vua.connector.savings import Savings
+from vua.connector.load_policy import PrefillSpeed, Savings
 from vua.connector.setup import devices
 from vua.core import VUA, ClosestKV, VUAConfig
 from vua.errors import ConfigError, StorageError, VUAError

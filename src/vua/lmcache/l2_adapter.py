@@ -42,8 +42,8 @@ from lmcache.v1.platform import create_event_notifier
 
 from vua.capacity.limits import Limits
 from vua.connector.cache_spec import UncachedError, local_directory
+from vua.connector.load_policy import savings_at
 from vua.connector.log import WarnOnce
-from vua.connector.savings import savings_at
 from vua.errors import ConfigError, VUAError
 from vua.format.identity import Identity
 from vua.format.keys import ChunkKey

@@ -28,12 +28,11 @@ import torch
 
 from vua.connector.cache_spec import Group, Model
 from vua.connector.config import ConnectorConfig
-from vua.connector.load_policy import LoadPolicy
+from vua.connector.load_policy import LoadPolicy, Savings
 from vua.connector.log import logger
 from vua.connector.lookup import PrefixMatch, longest
 from vua.connector.metrics import Recorder
 from vua.connector.opening import OpenedNamespace
-from vua.connector.savings import Savings
 from vua.errors import ConfigError, VUAError
 from vua.format.identity import Identity
 from vua.format.keys import ChunkKey, KeyRun

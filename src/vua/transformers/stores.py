@@ -23,8 +23,7 @@ import torch
 from transformers import DynamicCache
 
 from vua.connector.cache_spec import Group
-from vua.connector.load_policy import PrefillSpeed, Replies
-from vua.connector.savings import Savings
+from vua.connector.load_policy import PrefillSpeed, Replies, Savings
 from vua.connector.setup import devices
 from vua.errors import VUAError
 from vua.format.identity import Identity

@@ -55,7 +55,7 @@ from vua.errors import ConfigError, VUAError
 from vua.io import forks
 from vua.security.keyring import check_keys
 from vua.store.place import locate
-from vua.vllm import BESIDE_OFFLOADING, page_layout
+from vua.vllm import BESIDE_OFFLOADING, cache_spec
 from vua.vllm.cache_spec import describe, layer_number
 from vua.vllm.engine_identity import ENGINE, find_weights, setup_of
 from vua.vllm.engine_worker import memory_of
@@ -382,9 +382,9 @@ class VUAStorageConnector_V1(KVConnectorBase_V1, SupportsHMA):  # noqa: N801
         try:
             groups = self._kv_cache_config.kv_cache_groups
             tables = {name: n for n, group in enumerate(groups) for name in group.layer_names}
-            own = page_layout.own_caches(kv_caches, tables)
+            own = cache_spec.own_caches(kv_caches, tables)
             layer_of = {name: layer_number(name) for name in own}
-            self.worker.register(own, layer_of, tables, page_layout)
+            self.worker.register(own, layer_of, tables, cache_spec)
         except ConfigError:
             raise  # GPUDirect Storage is required and does not work
         except Exception as problem:  # noqa: BLE001 - whatever breaks, requests are served

@@ -19,7 +19,7 @@ import torch
 from commands import run, run_json
 from helpers import DirectoryTest, Memory, caches_of, flip, keys_of, model_arrays, save_chunk
 from vua.catalog.prefix import expect, order_documents
-from vua.connector.savings import Savings
+from vua.connector.load_policy import Savings
 from vua.core import VUA, VUAConfig
 from vua.format.identity import Identity, config_digest, named_by
 from vua.format.keys import KeyChain, token_ids

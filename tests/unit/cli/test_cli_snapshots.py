@@ -28,8 +28,7 @@ from safetensors.numpy import save_file
 from buckets import memory_url
 from commands import PAGE, TOKENS, CliTest, documented, run, verbs
 from helpers import DirectoryTest, caches_of, flip
-from vua.connector.load_policy import PrefillSpeed
-from vua.connector.savings import Savings
+from vua.connector.load_policy import PrefillSpeed, Savings
 from vua.core import VUA, VUAConfig
 from vua.security.settings import Security
 from vua.storage import KINDS

@@ -69,7 +69,7 @@ class RanksTest(DirectoryTest):
 
     def write(self, layout: KVLayout, caches: dict[str, torch.Tensor], shard: Any) -> None:
         """Let vLLM's own writer put the rank's part of the content into its pages."""
-        from vua.vllm.page_layout import engine_writer
+        from vua.vllm.cache_spec import engine_writer
 
         content = self.content(layout)
         slots = torch.tensor([b * BLOCK + s for b in self.table for s in range(BLOCK)])
@@ -82,7 +82,7 @@ class RanksTest(DirectoryTest):
                 cache.view(-1, layout.k_dim)[slots] = k[:, 0]
 
     def workers(self, layout: KVLayout, sizes: tuple[int, int], *, fill: bool) -> Any:
-        from vua.vllm import page_layout
+        from vua.vllm import cache_spec
 
         config = ConnectorConfig(shared_storage_path=str(self.root), chunk_tokens=SIZE)
         model = self.model(layout, sizes)
@@ -93,7 +93,7 @@ class RanksTest(DirectoryTest):
             if fill:
                 self.write(layout, caches, shard)
             layer_of = {name: int(name.split(".")[2]) for name in caches}
-            worker.register(caches, layer_of, dict.fromkeys(caches, 0), page_layout)
+            worker.register(caches, layer_of, dict.fromkeys(caches, 0), cache_spec)
             yield worker, shard, caches
 
     def save(self, layout: KVLayout, sizes: tuple[int, int]) -> None:

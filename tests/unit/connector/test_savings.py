@@ -1,4 +1,4 @@
-"""Mirrors `vua.connector.savings` and `vua.capacity.upkeep`."""
+"""Mirrors `vua.connector.load_policy` and `vua.capacity.upkeep`."""
 
 from __future__ import annotations
 
@@ -15,16 +15,15 @@ from unittest import mock
 from commands import run, told
 from helpers import DirectoryTest, caches_of, until
 from vua.capacity.upkeep import Totals, advice, parted_at, prefills_of, saved_at, saved_today
-from vua.connector.load_policy import PrefillSpeed
+from vua.connector.load_policy import PrefillSpeed, Savings, savings_at
 from vua.connector.log import logger
-from vua.connector.savings import Savings, savings_at
 from vua.core import VUA, VUAConfig
 from vua.security.keyring import write_key
 from vua.security.settings import Security
 from vua.storage.mark import make_mark
 
-QUICK = mock.patch("vua.connector.savings._FIRST_S", 0.01)
-HANGING = mock.patch("vua.connector.savings._END_S", 0.01)
+QUICK = mock.patch("vua.connector.load_policy._FIRST_S", 0.01)
+HANGING = mock.patch("vua.connector.load_policy._END_S", 0.01)
 NOON = 1_700_000_000.0  # 2023-11-14
 DAY = "2023-11-14"
 NAME, OTHER = "ab" * 32, "cd" * 32
@@ -172,7 +171,7 @@ class TestSavings(DirectoryTest):
         engine, answer = self.engine(), threading.Event()
         self.addCleanup(answer.set)
         hanging = {"side_effect": lambda *_, **__: answer.wait()}
-        with mock.patch("vua.connector.savings.atomic_write", **hanging) as writing:
+        with mock.patch("vua.connector.load_policy.atomic_write", **hanging) as writing:
             engine.looked_up(NAME, 1, 2, 64)
             until(lambda: writing.called)
             engine.close()
@@ -316,10 +315,10 @@ class TestSavings(DirectoryTest):
         past = SimpleNamespace(**vars(time) | {"monotonic": lambda: time.monotonic() + 3601})
         engine, asked = self.engine(), threading.Event()
         first = mock.patch(
-            "vua.connector.savings.prefills_of", side_effect=lambda *_: asked.wait() * []
+            "vua.connector.load_policy.prefills_of", side_effect=lambda *_: asked.wait() * []
         )
         with self.assertLogs(logger("savings"), "INFO") as logged:
-            with mock.patch("vua.connector.savings.time", past), first:
+            with mock.patch("vua.connector.load_policy.time", past), first:
                 self.prompts(engine)
                 asked.set()
                 until(lambda: logged.output)

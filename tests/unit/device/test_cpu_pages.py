@@ -20,7 +20,7 @@ from vua import native
 from vua.connector.cache_spec import UncachedError
 from vua.device.paged import PagedKV, PageForm, fused_form, latent_form
 from vua.errors import InputError, LayoutError
-from vua.vllm.page_layout import engine_writer, learn_cpu_form
+from vua.vllm.cache_spec import engine_writer, learn_cpu_form
 
 SEED = 20251120
 INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
@@ -261,7 +261,7 @@ class RefusalTest(PagedTestCase):
 @contextmanager
 def writer(write: object) -> Iterator[None]:
     """Put a function in the place of vLLM's writer."""
-    with mock.patch("vua.vllm.page_layout.engine_writer", return_value=write):
+    with mock.patch("vua.vllm.cache_spec.engine_writer", return_value=write):
         yield
 
 
