@@ -17,7 +17,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Final, NamedTuple
+from typing import Any, NamedTuple
 
 from vua.connector.cache_spec import Model
 from vua.connector.extras import Adapter, Media
@@ -73,8 +73,6 @@ class RequestState:
     unsaved: int | None = None
     """First chunk that a worker could not store: nothing is ordered before it says "again". None:
     all that was ordered is being stored."""
-    ordered: list[tuple[int, Sequence[ChunkKey]]] = field(default_factory=list)
-    """What was ordered to be stored: (the group's number, its chunks) each."""
 
     def extend(self, new: Tables, *, begins: bool) -> None:
         if begins or not self.block_ids:
@@ -172,10 +170,6 @@ class Origins:
                 self._of.pop(block, None)
 
 
-_MAX_ORDERED: Final = 1 << 16
-"""Chunks that were ordered and are remembered, some 300 bytes each; one beyond is ordered twice."""
-
-
 class _Ordered(NamedTuple):
     request_id: str
     pin: bool
@@ -217,7 +211,7 @@ class SaveScheduler:
         self._origins, self._resets = Origins(block_sizes), 0
         self._clock, self._patience_s, self._states = clock, patience_s, states
         self._ordered: OrderedDict[tuple[int, bytes], _Ordered] = OrderedDict()
-        """By group and prefix hash, the oldest first."""
+        """By group and prefix hash, the oldest first; those of the last two ``patience_s``."""
         self._ended: dict[str, RequestState] = {}
 
     def use(self, model: Model, witness: Witness, replies: Replies | None = None) -> None:
@@ -285,10 +279,9 @@ class SaveScheduler:
             state, chunk = states.get(request_id) or ended.get(request_id), token // size
             if state is not None and state.next_save is not None:
                 state.unsaved = chunk if state.unsaved is None else min(chunk, state.unsaved)
-            for group, keys in () if state is None else state.ordered:
-                for key in keys:
-                    if key.start >= token:
-                        self._ordered.pop((group, key.prefix_hash), None)
+        if lost := notes.unsaved:
+            for name in [name for name, one in self._ordered.items() if one.request_id in lost]:
+                del self._ordered[name]
         for request_id in notes.retry:
             state = states.get(request_id)
             if state is not None and state.unsaved is not None:
@@ -380,12 +373,12 @@ class SaveScheduler:
             max(stop, found.prompt_chunks),
         )
         orders.saves.append(order)
+        now_s = self._clock()
         for number, keys in parts:
-            ordered = _Ordered(order.request_id, order.pin, self._clock())
+            ordered = _Ordered(order.request_id, order.pin, now_s)
             names = [(number, name) for name in _names(keys)]
             self._ordered.update(dict.fromkeys(names, ordered))
-            state.ordered.append((number, keys))
-        while len(self._ordered) > _MAX_ORDERED:
+        while next(iter(self._ordered.values())).when_s < now_s - 2 * self._patience_s:
             self._ordered.popitem(last=False)
 
     def _not_under_way(

@@ -207,7 +207,7 @@ class SchedulerTest(unittest.TestCase):
         self.assertEqual([("e", 4)], self.ordered(side, {"e": 0}))
 
     def test_a_copy_that_fails_is_ordered_again(self) -> None:
-        """What a worker could not store is ordered by requests that come later; so is its rest."""
+        """All of an order of which a worker could not store a part is ordered by later requests."""
         for ends in (False, True):
             with self.subTest(ends=ends):
                 side = self.side()
@@ -220,7 +220,7 @@ class SchedulerTest(unittest.TestCase):
                 side.learn(WorkerOutput(unsaved={"a": 16}))
                 stats = side.take_stats().get("vua_prompt_chunk_tokens_total")
                 self.assertEqual({"yes": 16, "no": 48} if ends else None, stats)
-                self.assertEqual([("b", 3)], self.ordered(side, {"b": 0}))
+                self.assertEqual([("b", 4)], self.ordered(side, {"b": 0}))
                 if ends:
                     continue
                 more = ScheduledRequest("a", 64, 1, [[]], begins=False)
