@@ -3,9 +3,8 @@
 An engine's own package creates this from the engine's configuration alone, so that the scheduler's
 process and every worker agree. Also finds the local files of a model; nothing is downloaded.
 
-Here is also what is not stored, why, and what to do: of an engine, or of one request
-(`vua-vllm refused` lists that). Where each holds is decided in `vua.vllm.support`,
-`vua.vllm.cache_spec` and where requests are named.
+Here is also what is not stored, why, and what to do: of an engine, or of one request. Where each
+holds is decided in `vua.vllm.support`, `vua.vllm.cache_spec` and where requests are named.
 """
 
 from __future__ import annotations
@@ -211,7 +210,6 @@ def local_directory(model: str, revision: str | None, download_dir: str | None) 
     return Path(found)
 
 
-_REQUEST: Final = "request"
 _WITHOUT: Final = "start it without --kv-transfer-config or VUA_PATH"
 _TIER: Final = "set VUA_DOOR=tier, which needs for states --enable-prefix-caching"
 
@@ -222,8 +220,6 @@ class Refusal(NamedTuple):
     why: str
     do: str
     """What to do instead."""
-    of: str = "engine"
-    """It concerns an `engine`, which is then served uncached; or a `request`."""
 
 
 REFUSALS: Final[Mapping[str, Refusal]] = {
@@ -270,43 +266,36 @@ REFUSALS: Final[Mapping[str, Refusal]] = {
         "parallelism",
         "leave out --pipeline-parallel-size; --tensor-parallel-size divides it, too; or " + _TIER,
     ),
-    "no_images": Refusal("the model takes no images", "send text alone", _REQUEST),
+    "no_images": Refusal("the model takes no images", "send text alone"),
     "other_encoder": Refusal(
         "prompts with images are not cached: another process computes their embeddings",
         "run the encoder in the engine, without --ec-transfer-config",
-        _REQUEST,
     ),
     "shared_memory": Refusal(
         'prompts with images are not cached: with mm_processor_cache_type="shm" their content '
         "does not reach the scheduler",
         'leave out --mm-processor-cache-type, or give "lru"',
-        _REQUEST,
     ),
     "processor": Refusal(
         "prompts with images are not cached: what prepares them cannot be identified: {}",
         "give vLLM a readable directory",
-        _REQUEST,
     ),
     "no_content": Refusal(
         "vLLM's scheduler was not given the content of an image",
         "send the image, with an identifier that had none before, or without one",
-        _REQUEST,
     ),
     "content": Refusal(
         "an image's content cannot be digested: {}",
         "report the model, or send text alone",
-        _REQUEST,
     ),
     "identifiers": Refusal(
         "one identifier was given to different images",
         "leave out multi_modal_uuids, or give each image one that was not used before",
-        _REQUEST,
     ),
     "adapter": Refusal(
         "requests with an adapter are not cached that the workers do not have, or not all alike "
         "(expert parallelism gives each a part of it)",
         "report the adapter; requests without it are cached",
-        _REQUEST,
     ),
 }
 

@@ -49,7 +49,8 @@ def _arrange(config: Any) -> None:
     """Refuse an engine that would replace a VUA that it names; complete the rest."""
     transfer = config.kv_transfer_config
     offloads = getattr(config.cache_config, "kv_offloading_size", None) is not None
-    if offloads and transfer is not None and replaced(vars(transfer)):
+    named = [] if transfer is None else vua_in(vars(transfer))
+    if offloads and named and transfer.kv_connector != VUA:  # vLLM's own would take its place
         from vua.errors import ConfigError
 
         raise ConfigError(BESIDE_OFFLOADING)
@@ -63,11 +64,6 @@ def _arrange(config: Any) -> None:
         logger().warning("VUA: this engine is served without VUA: %r", problem)
         if transfer is not None and transfer.kv_connector == VUA:
             config.kv_transfer_config = None
-
-
-def replaced(transfer: Mapping[str, Any]) -> bool:
-    """Whether vLLM's own offloading would take the place of VUA's, which a user has named."""
-    return bool(vua_in(transfer)) and transfer["kv_connector"] != VUA
 
 
 def vua_in(transfer: Mapping[str, Any]) -> list[Mapping[str, Any]]:

@@ -55,7 +55,7 @@ from vua.errors import ConfigError, VUAError
 from vua.io import forks
 from vua.security.keyring import check_keys
 from vua.store.place import locate
-from vua.vllm import BESIDE_OFFLOADING, cache_spec
+from vua.vllm import cache_spec
 from vua.vllm.cache_spec import describe, layer_number
 from vua.vllm.engine_identity import ENGINE, find_weights, setup_of
 from vua.vllm.engine_worker import memory_of
@@ -127,13 +127,6 @@ def step_of(output: Any) -> ScheduledStep:
         return output.kv_connector_block_state.get_block_ids(name)
 
     return ScheduledStep(requests, tables)
-
-
-def __getattr__(name: str) -> Any:
-    """Refuse a connector that vLLM looks for here after it has exchanged VUA's for its own."""
-    if name in ("OffloadingConnector", "SimpleCPUOffloadConnector", "LMCacheMPConnector"):
-        raise ConfigError(BESIDE_OFFLOADING)
-    raise AttributeError(name)
 
 
 log = logger()

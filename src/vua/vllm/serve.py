@@ -21,19 +21,17 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any, Final
 
-from vua.connector.cache_spec import REFUSALS
 from vua.connector.config import VLLM_TRANSFER, ConnectorConfig, defaults
 from vua.errors import ConfigError, NotWritableError, StorageError
 from vua.io.files import atomic_write, make_folders
 from vua.security.keyring import check_keys
 from vua.store.place import prepare
-from vua.vllm import BESIDE_OFFLOADING, CONNECTOR, TIER, VUA, replaced, vua_in
+from vua.vllm import CONNECTOR, TIER, VUA, vua_in
 
 _OPTION: Final = "--kv-transfer-config"
 _PATH_OPTION: Final = "--vua-path"
 _HELP: Final = ("-h", "--help")
 _USAGE: Final = """usage: vua-vllm serve MODEL [--vua-path DIRECTORY] [any argument of vllm serve]
-       vua-vllm refused
 
 vLLM's server with VUA's connector. All other commands of vllm work as they are.
 
@@ -41,8 +39,6 @@ vLLM's server with VUA's connector. All other commands of vllm work as they are.
                         --kv-transfer-config '{"kv_connector_extra_config": {...}}', or the
                         environment's VUA_PATH. It is created if only it is missing; the directory
                         above it must exist.
-
-vua-vllm refused lists what is not stored, why, and what to do.
 
 Further settings of "kv_connector_extra_config" and their defaults, explained in docs/settings.md:
 
@@ -56,12 +52,6 @@ _NO_VLLM: Final = (
 def _usage() -> str:
     lines = [f"  {name:<28} {json.dumps(value)}" for name, value in defaults().items()]
     return _USAGE + "\n".join(lines) + "\n"
-
-
-def _refused() -> str:
-    return "".join(
-        f"{one.of}: {one.why.replace('{}', '...')}\n    {one.do}\n" for one in REFUSALS.values()
-    )
 
 
 def with_connector(arguments: Sequence[str]) -> list[str]:
@@ -84,7 +74,7 @@ def with_connector(arguments: Sequence[str]) -> list[str]:
     given = _parsed(text)
     config: dict[str, Any] = {**VLLM_TRANSFER, **given}
     connector = config["kv_connector"]
-    _check_options(rest, config)
+    _check_options(rest)
     if connector not in (VUA, CONNECTOR):  # e.g. a MultiConnector: the user knows
         if path is not None:
             raise ConfigError(f"{_PATH_OPTION} has no effect on the connector {connector!r}")
@@ -101,11 +91,9 @@ def with_connector(arguments: Sequence[str]) -> list[str]:
     return [*rest, _OPTION, json.dumps(config)]
 
 
-def _check_options(arguments: Sequence[str], transfer: dict[str, Any]) -> None:
+def _check_options(arguments: Sequence[str]) -> None:
     for given in (argument.partition("=")[0] for argument in arguments):
         name = given.replace("_", "-")
-        if name == "--kv-offloading-size" and replaced(transfer):
-            raise ConfigError(BESIDE_OFFLOADING)
         if given.startswith(f"{_OPTION}."):
             raise ConfigError(f"give {_OPTION} as one JSON object, not as {_OPTION}.KEY options")
         if name.startswith("--vua"):
@@ -194,9 +182,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if not given or given[0] in _HELP:
         sys.stdout.write(_usage())
         return 0 if given else 2
-    if given == ["refused"]:
-        sys.stdout.write(_refused())
-        return 0
     try:
         _find_vllm()
         sys.argv = ["vllm", *with_connector(given)]

@@ -14,13 +14,13 @@ from unittest import mock
 
 import pytest
 from engine_configs import ConfigTest, Given, on
-from vllm.config import KVTransferConfig
+from vllm.config import KVTransferConfig, VllmConfig
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 
 from model_classes import ROWS
 from vua.connector.log import WarnOnce, logger
 from vua.errors import ConfigError
-from vua.vllm import register
+from vua.vllm import CONNECTOR, register
 from vua.vllm.support import announce, arrange, check_version, door_of, why_tier
 from vua.vllm.tier import VUATier  # the class that the configuration names
 
@@ -194,6 +194,22 @@ class DoorsTest(ConfigTest):
         for name, expected in (("VUA", own), (own, own), (tier, tier)):
             given = KVTransferConfig(name, kv_role="kv_both")
             self.assertEqual(expected, KVConnectorFactory.get_connector_class(given).__name__)
+
+    def test_beside_offloading(self) -> None:
+        """An engine whose own offloading would take the place of the VUA that it names is refused.
+
+        Named VUA it is not, see `test_tier`.
+        """
+        register()
+        below = {"connectors": [{"kv_connector": CONNECTOR}]}
+        for name, extra in ((CONNECTOR, {}), ("MultiConnector", below)):
+            made: Any = SimpleNamespace(cache_config=SimpleNamespace(kv_offloading_size=4.0))
+            made.kv_transfer_config = SimpleNamespace(
+                kv_connector=name, kv_connector_extra_config=extra
+            )
+            words = self.assertRaisesRegex(ConfigError, "leave out --kv-offloading-size")
+            with self.subTest(name), words:
+                VllmConfig.__post_init__(made)
 
     def test_no_error_ends_a_start(self) -> None:
         """Whatever raises is one line; the user's own offloading stays."""

@@ -13,7 +13,6 @@ from unittest import mock
 import pytest
 
 from helpers import DirectoryTest
-from vua.connector.cache_spec import REFUSALS
 from vua.errors import ConfigError
 from vua.vllm.serve import with_connector
 
@@ -66,17 +65,6 @@ class TestServe(DirectoryTest):
         done = self.serve("serve", "m", "--vua-path", f"{self.root}/kv")
         self.assertEqual(f"vua-vllm: KV cache in {self.root}/kv (made now, empty)\n", done.stderr)
         self.assertEqual((0, "started serve m\n[]\n"), (done.returncode, done.stdout))
-
-    def test_what_is_refused(self) -> None:
-        """It lists everything that is not stored, each with what to do; no engine is needed."""
-        done = self.serve("refused", vllm="missing")
-        self.assertEqual((0, ""), (done.returncode, done.stderr))
-        lines = done.stdout.splitlines()[:-1]
-        self.assertEqual(2 * len(REFUSALS), len(lines))
-        for one, why, do in zip(REFUSALS.values(), lines[::2], lines[1::2], strict=True):
-            self.assertEqual(f"{one.of}: {one.why.replace('{}', '...')}", why)
-            self.assertEqual(f"    {one.do}", do)
-            self.assertGreater(len(one.do.split()), 1, one)
 
     @pytest.mark.thorough
     def test_refused(self) -> None:
@@ -185,24 +173,6 @@ class TestWithConnector(unittest.TestCase):
         self.assertEqual("kv_both", config["kv_role"])
         self.assertEqual("recompute", config["kv_load_failure_policy"])
         self.assertEqual({"shared_storage_path": "/kv"}, config["kv_connector_extra_config"])
-
-    def test_offloading(self) -> None:
-        """The option with which vLLM exchanges VUA for its own connector is refused beside VUA."""
-        below = {"connectors": [{"kv_connector": "VUAStorageConnector_V1"}]}
-        multi = {"kv_connector": "MultiConnector", "kv_connector_extra_config": below}
-        other = {"kv_connector": "MultiConnector", "kv_connector_extra_config": {}}
-        for option in (["--kv-offloading-size", "4"], ["--kv_offloading_size=4"]):
-            own = {"kv_connector": "VUAStorageConnector_V1"}
-            for given in (["--kv-transfer-config", json.dumps(one)] for one in (own, multi)):
-                with (
-                    self.subTest(option=option, given=given),
-                    self.assertRaisesRegex(ConfigError, "leave out --kv-offloading-size"),
-                ):
-                    with_connector(["serve", "m", *option, *given])
-            chosen = with_connector(["serve", "m", *option, "--vua-path", "/kv"])
-            self.assertEqual(option, chosen[2 : 2 + len(option)])  # of the tier's memory
-            own = ["serve", "m", *option, "--kv-transfer-config", json.dumps(other)]
-            self.assertEqual(own, with_connector(own))
 
     def test_user_wins(self) -> None:
         """What the user sets in --kv-transfer-config stays, the rest is filled in."""
