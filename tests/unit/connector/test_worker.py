@@ -445,7 +445,7 @@ class HangingTest(WorkerTest):
             self.save(keys_of(range(1000 * at, 1000 * at + 48), 16))
             until(lambda: self.side.saves.pending == 0)
 
-        self.assertEqual(3, self.storage.calls)  # one for each chunk of the first save
+        self.assertLess(self.storage.calls, 10)  # for 60 chunks
 
     def test_pin(self) -> None:
         """A client's hint holds the chunks of its request and their prefix; others are not held."""
