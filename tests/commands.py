@@ -38,7 +38,7 @@ COMMANDS: list[list[str]] = [
     ["top", "PLACE", "--once", "--interval", "0.01"], ["doctor", "PLACE"],
     ["explain", "PLACE", "--tokens", "TOKENS"],
     ["explain", "PLACE", "--tokens", "TOKENS", "--quick"], ["events", "PLACE"],
-    ["inspect", "PLACE"], ["export", "PLACE", "TAR", "--all"],
+    ["export", "PLACE", "TAR", "--all"],
     ["import", "PLACE", "TOKENS"],
     ["ttl", "PLACE"], ["ttl", "PLACE", "1d"], ["pin", "PLACE"], ["gc", "PLACE", "--dry-run"],
     ["gc", "PLACE", "--quick"], ["gc", "PLACE", "--max-bytes", "1G"],

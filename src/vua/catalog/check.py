@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import functools
 import itertools
-import operator
 import os
 import random
 import stat
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Final, Literal, TypeAlias
 
 from vua.catalog.contents import Item
@@ -25,17 +22,14 @@ from vua.format.parse import (
 )
 from vua.io import posix
 from vua.io.files import is_plain
-from vua.io.posix import closing_fd
 from vua.native import Digest
 from vua.security.keyring import KnownKeys
 from vua.security.settings import Security
 from vua.storage.base import Storage, entry_name
-from vua.storage.description import Description, read_description
+from vua.storage.description import Description
 from vua.storage.local import version_of
-from vua.storage.location import BucketPath, is_url
-from vua.storage.names import SUFFIX
 from vua.store.entry_reader import check_parts
-from vua.store.namespace import fits, settled
+from vua.store.namespace import fits
 
 NO_KEYS: Final = Security()
 """The settings without keys."""
@@ -275,53 +269,3 @@ def check_all(
             part.add(item.path, check)
             part.removed += removed
     return part
-
-
-_DIGEST_DIGITS: Final = 64
-
-
-def check_at(where: str, checker: Checker) -> tuple[Check, Description | None, ExpectedEntry]:
-    """Check the file or the object at a path or URL.
-
-    Also returns its namespace's description, if it is in one, and what follows from its path. For a
-    file copied elsewhere only its name counts.
-    """
-    at = _object_at(where) if is_url(where) else Path(os.path.abspath(where))  # noqa: PTH100 - links
-    description, expected = _place_of(at)
-    try:
-        if isinstance(at, Path):
-            # O_NONBLOCK: does not wait for the writer of a FIFO
-            flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK
-            with closing_fd(os.open(at, flags)) as fd:
-                check = checker.check(fd, expected)
-        else:
-            data = memoryview(bytearray(at.bucket.get(at.key)[1]))
-            check = checker.check_bytes(data, expected)
-    except OSError as problem:
-        check = Check("error", (problem.strerror or str(problem),), 0)
-    return check, description, expected
-
-
-def _object_at(url: str) -> BucketPath:
-    from vua.storage.bucket import Bucket  # noqa: PLC0415 - a directory's commands start without
-
-    parts = url.split("/")
-    depth = 4 if len(parts) > 7 and _is_digest(parts[-4]) else 1
-    cache = BucketPath(Bucket.at("/".join(parts[:-depth])))
-    return functools.reduce(operator.truediv, parts[-depth:], cache)
-
-
-def _place_of(path: Path | BucketPath) -> tuple[Description | None, ExpectedEntry]:
-    name = path.name
-    shard = Shard.parse(name.removesuffix(SUFFIX)) if name.endswith(SUFFIX) else None
-    chunk, directory = path.parent, path.parent.parent.parent
-    if shard is None or not _is_digest(chunk.name):
-        return None, ExpectedEntry(shard=shard)
-    if chunk.parent.name != chunk.name[:2] or not _is_digest(directory.name):
-        return None, ExpectedEntry(chunk=chunk.name, shard=shard)
-    namespace = settled(read_description(directory))
-    return namespace, ExpectedEntry(directory.name, chunk.name, shard, namespace.layout_of(shard))
-
-
-def _is_digest(name: str) -> bool:
-    return len(name) == _DIGEST_DIGITS and not name.strip("0123456789abcdef")

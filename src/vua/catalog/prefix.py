@@ -1,7 +1,7 @@
 """How far a prompt's chunks are stored in one namespace, and why no further, by headers only.
 
 Changes nothing, and is not a use. Concurrent writes and deletions may or may not be seen. K and V
-are not read: `vua inspect` and `vua verify` do that.
+are not read: `vua verify` does that.
 
 :func:`expect` finds vLLM's namespace of a model directory, as far as its files tell. Engines digest
 a config that they have completed (defaults of the installed version, overrides, marks of their

@@ -108,7 +108,6 @@ GROUPS: Final[dict[str, dict[str, Entry]]] = {
         "du": Entry("upkeep", "show what a cache occupies, and its bounds"),
         "top": Entry("upkeep", "watch a cache in use"),
         "ui": Entry("ui", "show a cache as a web page on this machine"),
-        "inspect": Entry("verify", "show what entries say and are"),
         "explain": Entry("explain", "say why a prompt hits or misses"),
         "events": Entry("events", "tell routers which chunks a cache holds"),
     },
@@ -139,7 +138,6 @@ ENTRIES: Final = {name: entry for group in GROUPS.values() for name, entry in gr
 COMMANDS: Final[dict[str, click.Command]] = {}
 EXAMPLES: Final[dict[str, tuple[str, ...]]] = {
     "ls": ("vua ls /mnt/kv --sort size", "vua ls /mnt/kv --model qwen --long"),
-    "inspect": ("vua inspect /mnt/kv/1cbb*/4f/4f90*/*.safetensors",),
     "verify": ("vua verify /mnt/kv --repair", "vua verify s3://bucket/kv --sample 10%"),
     "top": ("vua top /mnt/kv --interval 10s",),
     "doctor": ("vua doctor /mnt/kv", "sudo -u vllm vua doctor /mnt/kv"),

@@ -1,4 +1,4 @@
-"""`vua verify`, `inspect` and `doctor`: whether files, and what a cache relies on, are sound.
+"""`vua verify` and `doctor`: whether files, and what a cache relies on, are sound.
 
 A damaged file is reported, and the command continues. For files sealed with one of the given keys,
 `verify` also proves that the key's owner wrote them. It changes nothing unless it repairs: then
@@ -10,7 +10,7 @@ readers do not accept it, and the next save replaces it.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from functools import partial
 from typing import Any, Literal
@@ -23,30 +23,23 @@ from vua.catalog.base import Catalog, Demand, Finding
 from vua.catalog.check import (
     NO_KEYS,
     OUTCOMES,
-    Check,
-    Checker,
     Verification,
-    check_at,
 )
 from vua.catalog.contents import SHORT
-from vua.cli.command import argument, command, option, share
+from vua.cli.command import command, option, share
 from vua.cli.output import (
     DAMAGED,
     SOUND,
-    UNUSABLE,
     Report,
-    facts,
     line,
     plain,
     progress,
     table,
-    when,
 )
 from vua.errors import ConfigError
 from vua.io.words import counted, size
 from vua.security.keyring import KnownKeys
 from vua.security.settings import Security
-from vua.storage.description import Description
 
 
 def _show_findings(findings: Sequence[Finding]) -> None:
@@ -234,72 +227,3 @@ def verified(
     """Check a share of every namespace; also return the names of everything else."""
     with catalog.namespaces(show) as (found, strays):
         return [one.verify(keys, part, show, repair=repair) for one in found], [*strays]
-
-
-# -- inspect --------------------------------------------------------------------------------------
-
-
-@command("inspect", takes_directory=False)
-@argument("files", "files or objects of chunks", metavar="FILE...", nargs=-1, required=True)
-def inspect(files: Sequence[str]) -> Report:
-    """Show the headers of files, and whether they are sound."""
-    checker = Checker()
-    found = [(file, *check_at(file, checker)[:2]) for file in files]
-    outcomes = {check.outcome for _, check, _ in found}
-    status = UNUSABLE if "error" in outcomes else DAMAGED if outcomes - {"sound"} else SOUND
-    reports = [_describe_file(file, check) for file, check, _ in found]
-
-    def show() -> None:
-        for number, (values, (file, _, namespace)) in enumerate(zip(reports, found, strict=True)):
-            print(end="\n" * bool(number))
-            facts(file, _in_words(values, namespace))
-
-    report = Report(show, status=status)
-    report.values = reports
-    return report
-
-
-def _in_words(
-    report: Mapping[str, Any], namespace: Description | None
-) -> Iterator[tuple[str, str]]:
-    if namespace is not None and namespace.model:
-        yield "model", namespace.model
-    for name, value in report.items():
-        if name.endswith("nbytes"):
-            text = size(value)
-        elif name == "created_s":
-            text = when(value)
-        elif name == "checksums":
-            text = f"{len(value)} xxh3-64"
-        elif isinstance(value, dict):
-            text = ", ".join(f"{key} {one}" for key, one in value.items())
-        else:
-            text = "; ".join(map(str, value)) if isinstance(value, list) else str(value or "")
-        if text and name != "file":
-            yield name.removesuffix("_s").replace("_", " "), text
-
-
-def _describe_file(file: str, check: Check) -> dict[str, object]:
-    report: dict[str, object] = {
-        "file": file,
-        "outcome": check.outcome,
-        "reasons": list(check.reasons),
-        "nbytes": check.nbytes,
-    }
-    if (info := check.info) is not None:
-        report |= {
-            "namespace": info.namespace,
-            "prefix_hash": info.prefix_hash,
-            "parent": info.parent or None,
-            "tokens": [info.start, info.stop],
-            "shard": info.shard.name,
-            "layout": info.layout.describe(),
-            "created_s": info.created,
-            "writer": info.writer,
-            "header_nbytes": info.header_nbytes,
-            "file_nbytes": info.file_nbytes,
-            "seal": info.kind or None,
-            "key": info.seal_info.key_id or None,
-            "checksums": [f"{value:016x}" for value in info.checksums.tolist()],
-        }
-    return report

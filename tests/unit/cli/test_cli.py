@@ -80,63 +80,6 @@ class TestLs(CliTest):
         self.assertEqual([], run_json("ls", self.root, "--model", "mistral")[1]["namespaces"])
 
 
-class TestInspect(CliTest):
-    """`vua inspect`."""
-
-    def test_sound(self) -> None:
-        """A sound file's own words are shown."""
-        path = next(p for p in self.entries() if b"0000000004-0000000008" in p.read_bytes())
-        code, out, _ = run("inspect", path)
-
-        self.assertEqual(0, code)
-        for words in (
-            path.parent.name,
-            path.parents[2].name,
-            "model +llama",
-            "tokens +4; 8",
-            "shard +l0-3.h0-2",
-            "layout +layers 3, kv_heads 2, k_dim 8, v_dim 8, dtype F32, chunk_tokens 4",
-            "writer +vua",
-            "file nbytes +5.5 KiB",
-            "checksums +4 xxh3-64",
-            "outcome +sound",
-        ):
-            self.assertRegex(out, words)
-
-    def test_damage(self) -> None:
-        """Damage is named: which part, of which array, head and layers."""
-        path, other, third = self.entries()
-        flip(path, 4096 + 384 + 10)
-        flip(other, 40)
-        os.truncate(third, 4500)
-        missing = self.root / "missing"
-        code, out, _ = run("inspect", path, other, third)
-
-        self.assertEqual(1, code)
-        self.assertIn("1 of 4 checksums do not match, the first is that of K, head 1, layers", out)
-        self.assertIn("4500 bytes long, expected 5632", out)
-        self.assertEqual(3, len(re.findall("outcome +corrupt", out)))
-        code, [one, none] = run_json("inspect", other, missing)
-        self.assertEqual(2, code)
-        self.assertEqual(("corrupt", "error"), (one["outcome"], none["outcome"]))
-
-    def test_places(self) -> None:
-        """Sound elsewhere, too, where a name claims nothing else; a pipe or device is an error."""
-        copies = [self.root / name for name in ("copy", "l0-3.h0-2.safetensors")]
-        for copy in copies:
-            shutil.copy(self.entries()[0], copy)
-        swap(*self.entries()[:2])
-        os.mkfifo(self.root / "fifo")
-        for path, status, outcome in (
-            *((copy, 0, "sound") for copy in copies),
-            (self.entries()[0], 1, "foreign"),
-            (self.root / "fifo", 2, "error"),
-            (Path("/dev/zero"), 2, "error"),
-        ):
-            code, (found,) = run_json("inspect", path)
-            self.assertEqual((status, outcome), (code, found["outcome"]), path)
-
-
 class TestVerify(CliTest):
     """`vua verify`."""
 

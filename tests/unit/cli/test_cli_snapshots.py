@@ -166,7 +166,6 @@ class SnapshotTest(CliTest):
         yield ["du", where]
         yield ["du", where, "--exact"]
         yield ["verify", where]
-        yield ["inspect", self.entry(where)]
         yield ["top", where, "--once", "--interval", "0.01"]
         yield ["explain", where, "--tokens", tokens, "--block-tokens", "4"]
         yield ["explain", where, "--order", self.beside / "order"]
@@ -188,7 +187,6 @@ class SnapshotTest(CliTest):
         yield ["gc", where, "--max-bytes", "1G", "--yes"]
         yield ["gc", where, "--ttl", "1e9s", "--set", "--yes"]
         self.damage(where)
-        yield ["inspect", self.entry(where)]
         yield ["verify", where]
         yield ["export", where, self.beside / f"{kind}-damaged.tar", "--all"]
         yield ["verify", where, "--repair"]
@@ -289,8 +287,7 @@ class TextTest(DirectoryTest):
             ["explain", empty, "--tokens", empty, "--block-tokens", "x"],
             ["export", empty, "x"], ["export", empty, "-", "--all", "--json"],
             ["export", empty, self.root / "x", "--all"], ["import", empty, other / "file"],
-            ["import", empty, self.root / "none"], ["inspect", self.root / "none"],
-            ["inspect", empty],
+            ["import", empty, self.root / "none"],
             ["key", self.root / "k", "--salt", ""],
             ["warm", other / "file"], ["warm", self.root / "none", "--server", "http://127.0.0.1:9"],
             ["warm", other / "file", "--server", "ftp://x"],
@@ -375,7 +372,7 @@ class ExitStatusTest(CliTest):
         missing = str(self.root / "missing")
         found = {
             0: [run("ls", self.root)[0], run("--help")[0], run("--version")[0], run()[0]],
-            1: [run("verify", self.root)[0], run("inspect", self.entries()[0])[0]],
+            1: [run("verify", self.root)[0]],
             2: [run("ls", missing)[0], run("unheard")[0], run("rm", self.root)[0],
                 run("import", self.root, missing)[0], run("ttl", self.root, "soon")[0]],
             130: [self.interrupted()],
