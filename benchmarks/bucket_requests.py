@@ -31,7 +31,7 @@ from vua.storage.location import BucketPath
 from vua.storage.names import entry_path
 from vua.storage.object import FULL, write_parents
 from vua.store.namespace import Namespace
-from vua.store.place import create_namespace, locate
+from vua.store.place import locate
 
 TOO_MUCH = "`gc`, a hundredth too much"
 UNTOLD = "`gc`, the same without `parents/`"
@@ -58,7 +58,7 @@ TOLD = 1024
 
 def fill(url: str, chunks: int) -> Bucket:
     """Write the objects of so many chunks."""
-    namespace = create_namespace(locate(url, create=True), IDENTITY, [LAYOUT])
+    namespace = Namespace.create(locate(url, create=True), IDENTITY, [LAYOUT])
     assert isinstance(namespace, Namespace)
     namespace.close()
     bucket = Bucket.at(url)

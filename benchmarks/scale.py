@@ -61,7 +61,7 @@ from vua.device.buffers import StagingBuffer
 from vua.storage.base import WRITTEN
 from vua.storage.bucket import Bucket
 from vua.storage.location import BucketPath, is_url
-from vua.store.place import create_namespace
+from vua.store.namespace import Namespace
 from vua.store.store import Loader
 from vua.store.writer import EntryWriter
 
@@ -108,7 +108,7 @@ class Engine:
         """Open it; ``most``: its limit in bytes."""
         bounds = Limits(max_bytes=most, min_free_bytes=0)
         at = BucketPath(Bucket.at(place)) if is_url(place) else Path(place)
-        space = create_namespace(at, IDENTITY, [LAYOUT], bounds=bounds)
+        space = Namespace.create(at, IDENTITY, [LAYOUT], bounds=bounds)
         self.store = space.stores[0]
         memory = StagingBuffer(LAYOUT, LAYOUT.full, 1).memory
         self.saver, self.loader = EntryWriter(self.store, memory), Loader(self.store, memory)

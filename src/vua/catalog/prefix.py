@@ -33,7 +33,6 @@ from vua.security.keyring import NoKeyError
 from vua.security.settings import Security
 from vua.store.entry_reader import EntryReader
 from vua.store.namespace import Namespace
-from vua.store.place import open_namespace
 from vua.store.store import Store
 from vua.weights import checkpoint_files, identify_weights
 
@@ -135,7 +134,7 @@ def order_documents(
     """
     best: tuple[tuple[int, ...], int, str] = ((), 0, "")
     for found in open_catalog(where).contents()[0]:
-        opened = open_namespace(found.path, security=security)
+        opened = Namespace.open(found.path, security=security)
         if opened is not None and found.name.startswith(namespace):
             with suppress(NoKeyError):
                 chosen, tokens = _best_order(opened, count, prompt, salt)

@@ -39,7 +39,7 @@ from vua.security.keyring import NoKeyError
 from vua.security.settings import Security
 from vua.storage.description import Description, FieldDifference, differences, nearest
 from vua.storage.location import directory_of
-from vua.store.place import open_namespace
+from vua.store.namespace import Namespace
 
 if TYPE_CHECKING:
     from vua.security.seal import Seal  # needs an optional package
@@ -315,7 +315,7 @@ def _answer(
 ) -> Answer:  # fmt: skip
     ids, length, found = prompt.ids, len(prompt.ids) // 4, space.stated
     with explaining(str(found.path)):
-        namespace = open_namespace(found.path, security=question.security)
+        namespace = Namespace.open(found.path, security=question.security)
     differ = None
     if expected is not None and found.identity is not None:
         differ = differences(expected, found.identity, complete=False)

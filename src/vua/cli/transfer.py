@@ -63,8 +63,7 @@ from vua.storage.base import entry_name
 from vua.storage.description import DESCRIPTION, MAX_DESCRIPTION_NBYTES, parse_description
 from vua.storage.location import Location
 from vua.storage.names import AFTER, SUFFIX, chunk_path
-from vua.store.namespace import stored_header
-from vua.store.place import create_namespace
+from vua.store.namespace import Namespace, stored_header
 from vua.store.store import Store
 from vua.store.writer import EntryWriter
 
@@ -465,7 +464,7 @@ class _Taker:
         if identity.namespace != namespace:
             raise ConfigError(f"it describes namespace {identity.namespace[:SHORT]}")
         if namespace not in self._stores:
-            stores = create_namespace(self._root, identity, layouts).stores
+            stores = Namespace.create(self._root, identity, layouts).stores
             self._stack.callback(stores[0].close)  # one capacity for all
             self._stores[namespace] = stores
             self._done.namespaces.append(namespace)

@@ -31,7 +31,7 @@ from vua.io.words import counted
 from vua.storage.base import entry_name
 from vua.storage.description import descriptions, nearest
 from vua.store.namespace import Namespace
-from vua.store.place import create_namespace, locate, look_at
+from vua.store.place import locate, look_at
 from vua.store.store import Loader, Store
 from vua.store.writer import EntryWriter
 from vua.weights import Identification, Weights
@@ -178,7 +178,7 @@ class Opening:
 
     def _open(self, identity: Identity) -> OpenedNamespace:
         model, config = replace(self._model, identity=identity, identified=True), self._config
-        namespace = create_namespace(
+        namespace = Namespace.create(
             locate(config.shared_storage_path, security=config.security),
             identity,
             [group.layout for group in model.groups],

@@ -5,13 +5,13 @@
 it, and nothing protects the layouts in it: one flipped bit there must neither hide what is stored
 nor prevent storing more. Every entry's header states its layout, and has a self-check. So a few
 headers are read when a namespace is opened, and when its description and its user disagree.
-Tiers of several places: :mod:`vua.store.place`.
 """
 
 from __future__ import annotations
 
 import contextlib
 import errno
+import functools
 import json
 import logging
 import os
@@ -21,7 +21,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeAlias
+from typing import Any, Final, NamedTuple, TypeAlias, cast
 
 from vua.capacity.bucket import BucketCapacity
 from vua.capacity.limits import Limits
@@ -38,13 +38,11 @@ from vua.security.settings import Security, check_owner, open_directory
 from vua.storage.base import Storage
 from vua.storage.description import DESCRIPTION, FORMAT, Description, read_description
 from vua.storage.local import LocalStorage
-from vua.storage.location import BucketPath
+from vua.storage.location import BucketPath, Location, Tiers
 from vua.storage.mark import claim
 from vua.storage.object import ObjectStorage
 from vua.store.store import Store
-
-if TYPE_CHECKING:
-    from vua.store.tiered import Travel
+from vua.store.tiered import TieredCapacity, TieredStorage, Travel
 
 _HEADERS: Final = 8
 """Headers read per group, if each is one read of a file."""
@@ -230,17 +228,27 @@ class Namespace:
     @classmethod
     def open(
         cls,
-        path: Path | BucketPath,
+        path: Location,
         *,
         security: Security | None = None,
+        bounds: Limits | None = None,
         layouts: Sequence[KVLayout] | None = None,
     ) -> Namespace | None:
-        """Open the namespace in the directory or prefix ``path``; None if its layouts are unknown.
+        """Open the namespace at ``path``; None if its layouts are unknown.
 
         Layouts come from entries' headers; for groups without entries from the description, or from
-        the reader's ``layouts`` if no header contradicts them. Raises OSError; StorageError if the
-        directory belongs to an untrusted user.
+        the reader's ``layouts`` if no header contradicts them. Of several tiers one that is
+        described is enough; then the nearest is described, too, and ``bounds`` count there. Raises
+        OSError; StorageError if the directory belongs to an untrusted user.
         """
+        if isinstance(path, Tiers):
+            described = (settled(read_description(place)) for place in path.places)
+            first = next((one for one in described if one.layouts), None)
+            if first is None or first.identity is None:
+                return None
+            return cls.create(
+                *(path.parent, first.identity, first.layouts), bounds=bounds, security=security
+            )
         found = read_description(path)
         try:
             storage = _opened(path, security)
@@ -259,7 +267,7 @@ class Namespace:
     @classmethod
     def create(
         cls,
-        root: Path | BucketPath,
+        root: Location,
         identity: Identity,
         layouts: Sequence[KVLayout],
         *,
@@ -279,8 +287,16 @@ class Namespace:
             NotWritableError, StorageFullError, StorageError: it cannot be created.
         """
         security = security or Security()
-        storage = create_storage(root, identity, layouts, durable=durable, security=security)
-        return cls(identity.namespace, storage, layouts, _capacity(storage, bounds), security)
+        near, far = (root.near, root.far) if isinstance(root, Tiers) else (root, ())
+        storage = create_storage(near, identity, layouts, durable=durable, security=security)
+        if not far:
+            return cls(identity.namespace, storage, layouts, _capacity(storage, bounds), security)
+        local, others = cast(LocalStorage, storage), _opened_tiers(far, identity, layouts, security)
+        capacity = TieredCapacity(local, others, bounds)
+        tiered = TieredStorage(local, others, capacity.travel)
+        namespace = cls(identity.namespace, tiered, layouts, capacity, security)
+        namespace.travel = capacity.travel
+        return namespace
 
     def share_reads(self) -> None:
         """Expect other processes of this host to read the same entries at the same time."""
@@ -326,6 +342,27 @@ def _capacity(
     if isinstance(storage, ObjectStorage):
         return BucketCapacity(storage, bounds)
     return Capacity(storage.directory.parent, storage, bounds)
+
+
+def _opened_tiers(
+    places: Sequence[Path | BucketPath],
+    identity: Identity,
+    layouts: Sequence[KVLayout],
+    security: Security,
+) -> list[LocalStorage | ObjectStorage]:
+    found: list[LocalStorage | ObjectStorage] = []
+    for root in places:
+        path = root / identity.namespace
+        make = functools.partial(make_namespace, path, identity, layouts, security)
+        try:
+            if isinstance(path, BucketPath):  # described by the first write
+                found.append(ObjectStorage(path, make))
+                continue
+            make()
+            found.append(LocalStorage(path, renew=make, security=security))
+        except OSError as problem:
+            log.warning("%s is left out: %s", root, problem)
+    return found
 
 
 def _passes(root: Path, security: Security) -> bool:

@@ -8,16 +8,13 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import functools
 import logging
 import os
 import secrets
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import cast
 
-from vua.capacity.limits import Limits
 from vua.capacity.usage import Usage, measure
 from vua.errors import ConfigError, NotWritableError, StorageError, VUAError, explaining
 from vua.format.identity import Identity
@@ -28,14 +25,10 @@ from vua.io.words import counted
 from vua.security.settings import Security
 from vua.storage import requests
 from vua.storage.bucket import Bucket
-from vua.storage.description import read_description
-from vua.storage.local import LocalStorage
 from vua.storage.location import BucketPath, Location, Tiers, is_directory_name, is_url, names_of
 from vua.storage.mark import check_root, claim, is_marked
 from vua.storage.names import TEMPORARY
-from vua.storage.object import ObjectStorage
-from vua.store.namespace import Access, Namespace, create_storage, make_namespace, settled
-from vua.store.tiered import TieredCapacity, TieredStorage
+from vua.store.namespace import Access, Namespace
 
 log = logging.getLogger(__name__)
 
@@ -94,75 +87,6 @@ def _locate_tier(root: str, *, create: bool, security: Security | None) -> Path 
     return place
 
 
-def open_namespace(
-    path: Location,
-    *,
-    security: Security | None = None,
-    bounds: Limits | None = None,
-    layouts: Sequence[KVLayout] | None = None,
-) -> Namespace | None:
-    """Open the namespace at ``path`` as :meth:`Namespace.open`; None if its layouts are unknown.
-
-    One described tier is enough; then the nearest is described, too. Raises OSError; StorageError
-    if it belongs to an untrusted user.
-    """
-    if not isinstance(path, Tiers):
-        return Namespace.open(path, security=security, layouts=layouts)
-    described = (settled(read_description(place)) for place in path.places)
-    found = next((one for one in described if one.layouts), None)
-    if found is None or found.identity is None:
-        return None
-    return create_namespace(
-        *(path.parent, found.identity, found.layouts), bounds=bounds, security=security
-    )
-
-
-def create_namespace(
-    root: Location,
-    identity: Identity,
-    layouts: Sequence[KVLayout],
-    *,
-    durable: bool = False,
-    bounds: Limits | None = None,
-    security: Security | None = None,
-) -> Namespace:
-    """Open a namespace for reading and writing: :meth:`Namespace.create`, for any location."""
-    if not isinstance(root, Tiers) or not root.far:
-        one = root.near if isinstance(root, Tiers) else root
-        return Namespace.create(
-            *(one, identity, layouts), durable=durable, bounds=bounds, security=security
-        )
-    security = security or Security()
-    near = create_storage(root.near, identity, layouts, durable=durable, security=security)
-    far, local = _open_tiers(root.far, identity, layouts, security), cast("LocalStorage", near)
-    capacity = TieredCapacity(local, far, bounds)
-    tiered = TieredStorage(local, far, capacity.travel)
-    namespace = Namespace(identity.namespace, tiered, layouts, capacity, security)
-    namespace.travel = capacity.travel
-    return namespace
-
-
-def _open_tiers(
-    places: Sequence[Path | BucketPath],
-    identity: Identity,
-    layouts: Sequence[KVLayout],
-    security: Security,
-) -> list[LocalStorage | ObjectStorage]:
-    found: list[LocalStorage | ObjectStorage] = []
-    for root in places:
-        path = root / identity.namespace
-        make = functools.partial(make_namespace, path, identity, layouts, security)
-        try:
-            if isinstance(path, BucketPath):  # described by the first write
-                found.append(ObjectStorage(path, make))
-                continue
-            make()
-            found.append(LocalStorage(path, renew=make, security=security))
-        except OSError as problem:
-            log.warning("%s is left out: %s", root, problem)
-    return found
-
-
 class LazyNamespace:
     """An identity's namespace, opened when it is there, or made by the first write. Thread-safe."""
 
@@ -173,11 +97,11 @@ class LazyNamespace:
         self.writing: Namespace | None = None
 
     def to_read(self, layouts: Sequence[KVLayout] | None = None) -> Namespace | None:
-        """Return it as :func:`open_namespace` does, opened anew if it was deleted."""
+        """Return it as :meth:`Namespace.open` does, opened anew if it was deleted."""
         with self._lock:
             if self.reading is None or self.reading.storage.gone:
                 path = self._root / self._identity.namespace
-                self.reading = self.writing or open_namespace(
+                self.reading = self.writing or Namespace.open(
                     path,
                     security=self._access.security,
                     bounds=self._access.bounds,
@@ -186,10 +110,10 @@ class LazyNamespace:
             return self.reading
 
     def to_write(self, layouts: Sequence[KVLayout]) -> Namespace:
-        """Return it with these layouts, as :func:`create_namespace`."""
+        """Return it with these layouts, as :meth:`Namespace.create`."""
         with self._lock:
             if self.writing is None or self.writing.layouts != tuple(layouts):
-                self.writing = self.reading = create_namespace(
+                self.writing = self.reading = Namespace.create(
                     *(self._root, self._identity, layouts), **self._access._asdict()
                 )
             return self.writing

@@ -24,7 +24,7 @@ from vua.errors import StorageError
 from vua.format.keys import token_ids
 from vua.storage.bucket import Bucket
 from vua.storage.local import LocalStorage
-from vua.store.place import open_namespace
+from vua.store.namespace import Namespace
 from vua.store.tiered import Travel
 
 pytest.importorskip("obstore")
@@ -206,7 +206,7 @@ class TierTest(DirectoryTest):
         chunks = sorted(self.root.glob("a/*/??/*"))
         times = [path.stat().st_mtime_ns for path in chunks]
         namespace = next(path for path in (self.root / "a").iterdir() if len(path.name) == 64)
-        opened = open_namespace(VUA(CONFIG, self.tiers("a")).path / namespace.name)
+        opened = Namespace.open(VUA(CONFIG, self.tiers("a")).path / namespace.name)
         until(lambda: opened.travel.counts["sent"] == 4 and not opened.travel.waiting)
         opened.close()
         self.assertEqual(times, [path.stat().st_mtime_ns for path in chunks])

@@ -40,7 +40,8 @@ from vua.connector.extras import Media
 from vua.connector.lookup import Lookup, Lookups
 from vua.connector.request import RequestOptions
 from vua.errors import ConfigError
-from vua.store.place import create_namespace, locate
+from vua.store.namespace import Namespace
+from vua.store.place import locate
 from vua.vllm.cache_spec import check_place, describe
 from vua.vllm.engine_identity import find_weights, setup_of
 from vua.vllm.support import check_drafts, check_engine, check_starts, door_of
@@ -285,7 +286,7 @@ class RefusalsTest(ConfigTest):
     def asked(self, adapter: str | None, told: Any) -> str:
         """Why a request with an adapter is not looked up: the workers do not hold it."""
         model, place = self.described(self.spec()), locate(self.root / "kv")
-        namespace = create_namespace(place, model.identity, [one.layout for one in model.groups])
+        namespace = Namespace.create(place, model.identity, [one.layout for one in model.groups])
         config, media = ConnectorConfig(shared_storage_path="/kv"), Media("s", "", 8)
         with closing(namespace), closing(Lookups(model, namespace, config)) as lookups:
             held = None if adapter is None else SimpleNamespace(lora_path=adapter)
