@@ -10,10 +10,10 @@ readers do not accept it, and the next save replaces it.
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
 from functools import partial
-from typing import Any, Literal
+from typing import Literal
 
 import click
 
