@@ -333,11 +333,13 @@ def spread(work: Callable[[T], R], items: Sequence[T], *, large: bool) -> Iterat
     if not large:
         yield from map(work, items)
         return
+    ends = signal.getsignal(signal.SIGINT) == signal.SIG_DFL  # at once, and so must the others
+    handler = signal.SIG_DFL if ends else signal.SIG_IGN
     # A pool that is interrupted while it starts leaves processes that never end.
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         with multiprocessing.get_context("fork").Pool(
-            _PROCESSES, initializer=signal.signal, initargs=(signal.SIGINT, signal.SIG_IGN)
+            _PROCESSES, initializer=signal.signal, initargs=(signal.SIGINT, handler)
         ) as pool:
             signal.pthread_sigmask(signal.SIG_SETMASK, mask)
             yield from pool.imap(work, items)

@@ -28,8 +28,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeVar
 
 import click
 
-from vua.cli.interrupts import INTERRUPTED, interrupts
-from vua.cli.output import UNUSABLE, Output, Report, guarded, plain
+from vua.cli.output import INTERRUPTED, UNUSABLE, Output, Report, guarded, plain
 from vua.errors import ConfigError, StorageError, VUAError, explained
 
 if TYPE_CHECKING:
@@ -72,6 +71,29 @@ def as_owner(directory: str) -> Iterator[None]:
         os.seteuid(_ROOT)
         os.setegid(gid)
         os.setgroups(groups)
+
+
+@contextlib.contextmanager
+def undoing() -> Iterator[None]:
+    """Have Ctrl-C raise KeyboardInterrupt meanwhile: what was begun is removed, then all ends."""
+    import signal  # noqa: PLC0415 - help goes without
+
+    if signal.getsignal(signal.SIGINT) != signal.SIG_DFL:
+        yield
+        return
+    came = list[object]()
+
+    def interrupt(*_: object) -> None:
+        came.append(None)
+        raise KeyboardInterrupt
+
+    signal.signal(signal.SIGINT, interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        if came:  # also where it became another exception on its way
+            signal.raise_signal(signal.SIGINT)
 
 
 def asking(*, yes: bool) -> Ask:
@@ -232,19 +254,16 @@ def command(
 
             logging.getLogger("vua").addHandler(logging.NullHandler())  # the report says it all
             output = Output(is_json=as_json)
-            with interrupts:
-                if is_url(options.get("directory")):
-                    interrupts.insist()
-                elif takes_directory and not makes_it:
-                    check_root(options["directory"], create=False)
-                if keys:
-                    given = {str(one.name): options.pop(str(one.name)) for one in keys}
-                    options["security"] = _security(**given)
-                if "output" in takes:
-                    options["output"] = output
-                with as_owner(options["directory"]) if as_owner_of else nullcontext():
-                    found = work(**options)
-                    return output.show(found) if isinstance(found, Report) else found
+            if takes_directory and not makes_it and not is_url(options["directory"]):
+                check_root(options["directory"], create=False)
+            if keys:
+                given = {str(one.name): options.pop(str(one.name)) for one in keys}
+                options["security"] = _security(**given)
+            if "output" in takes:
+                options["output"] = output
+            with as_owner(options["directory"]) if as_owner_of else nullcontext():
+                found = work(**options)
+                return output.show(found) if isinstance(found, Report) else found
 
         sentence = f"{text[:1].upper()}{text[1:]}."
         params += [*keys, *_params(run)]
@@ -394,15 +413,10 @@ vua: Final = with_help(
 def run(words: list[str]) -> int:
     """Run one command and return its exit status."""
     with guarded():
-        try:
-            return _run(words)
-        except BaseException:
-            if interrupts.came:  # and became another exception on its way
-                return INTERRUPTED
-            raise
+        return _run(words)
 
 
-def _run(words: list[str]) -> int:  # noqa: PLR0911 - a status for each way to end
+def _run(words: list[str]) -> int:
     if words[:1] == ["help"]:
         words = [*filter("help".__ne__, words), "--help"]
     try:
@@ -417,8 +431,6 @@ def _run(words: list[str]) -> int:  # noqa: PLR0911 - a status for each way to e
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     except (VUAError, OSError) as problem:
-        if interrupts.came:
-            return INTERRUPTED
         if isinstance(problem, OSError) and not isinstance(problem, StorageError):
             problem = explained(problem, str(problem.filename or "a file"))
         text = problem.strerror if isinstance(problem, OSError) else problem

@@ -28,6 +28,8 @@ if TYPE_CHECKING:
 SOUND: Final = 0
 DAMAGED: Final = 1
 UNUSABLE: Final = 2
+INTERRUPTED: Final = 130
+"""As shells say that SIGINT ended a command."""
 
 _PIECES: Final = 1 << 10
 """Pieces of JSON that are printed at once."""

@@ -46,7 +46,7 @@ from vua.catalog import open_catalog
 from vua.catalog.base import MAX_FILE_NBYTES, NamespaceCatalog, resolve
 from vua.catalog.check import Checker, ExpectedEntry
 from vua.catalog.contents import SHORT
-from vua.cli.command import argument, as_owner, command, option
+from vua.cli.command import argument, as_owner, command, option, undoing
 from vua.cli.output import DAMAGED, SOUND, Output, Report, line, plain, progress
 from vua.errors import (
     ConfigError,
@@ -352,13 +352,13 @@ def _created(file: str) -> Iterator[BinaryIO]:
     if os.path.lexists(path):
         raise ConfigError(f"{file}: it exists; remove it or name another file")
     temporary = path.with_name(f".{path.name[:100]}-{secrets.token_hex(4)}")
-    fd = make_file(temporary, os.O_EXCL)
-    try:
-        with open(fd, "wb") as stream:  # noqa: PTH123
-            yield stream
-        temporary.rename(path)
-    finally:
-        temporary.unlink(missing_ok=True)
+    with undoing():
+        try:
+            with open(make_file(temporary, os.O_EXCL), "wb") as stream:  # noqa: PTH123
+                yield stream
+            temporary.rename(path)
+        finally:
+            temporary.unlink(missing_ok=True)
 
 
 # -- import ---------------------------------------------------------------------------------------
@@ -391,6 +391,7 @@ def import_(directory: str, file: str) -> Report:
         if file != "-":
             stream = stack.enter_context(Path(file).open("rb"))
             total = os.fstat(stream.fileno()).st_size
+        stack.enter_context(undoing())
         stack.enter_context(as_owner(directory))
         catalog = open_catalog(directory, create=True)
         catalog.claim()

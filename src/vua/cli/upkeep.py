@@ -16,7 +16,7 @@ from vua.catalog import open_catalog
 from vua.catalog.base import Catalog, Look, Use, resolve
 from vua.catalog.collect import collect, remove
 from vua.catalog.contents import SHORT, Content
-from vua.cli.command import argument, asking, command, duration_s, lifetime_s, option
+from vua.cli.command import argument, asking, command, duration_s, lifetime_s, option, undoing
 from vua.cli.output import (
     DAMAGED,
     SOUND,
@@ -295,7 +295,7 @@ def gc(
     inodes = int(inodes) if inodes and str(inodes).isdigit() else inodes
     given = Limits(min_free_inodes=inodes, **limits)
     catalog = open_catalog(directory)
-    with progress() as show:
+    with undoing(), progress() as show:
         done = collect(
             catalog,
             given,

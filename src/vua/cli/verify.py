@@ -26,7 +26,7 @@ from vua.catalog.check import (
     Verification,
 )
 from vua.catalog.contents import SHORT
-from vua.cli.command import command, option, share
+from vua.cli.command import command, option, share, undoing
 from vua.cli.output import (
     DAMAGED,
     SOUND,
@@ -71,7 +71,8 @@ def doctor(
     catalog = open_catalog(directory)
     security = Security(trusted_uids=_uids(trusted_uids))
     demand = Demand(token_bytes or _token_nbytes(catalog), prefill or 0.0)
-    findings = list(catalog.findings(security, demand))
+    with undoing():
+        findings = list(catalog.findings(security, demand))
     return Report(
         partial(_show_findings, findings),
         status=DAMAGED if any(one.level == "bad" for one in findings) else SOUND,

@@ -1,4 +1,4 @@
-"""Mirrors `vua.cli.interrupts`: Ctrl-C ends every command quietly, whatever it is doing."""
+"""Mirrors `vua.cli.command.undoing`: Ctrl-C ends every command quietly, whatever it is doing."""
 
 from __future__ import annotations
 
@@ -18,7 +18,6 @@ import pytest
 
 from commands import COMMANDS, TOKENS, CliTest, filled_in
 from helpers import caches_of, until
-from vua.cli.interrupts import INTERRUPTED
 from vua.core import VUA, VUAConfig
 
 QUIET = """
@@ -88,7 +87,7 @@ class InterruptTest(CliTest):
         while 0 < seen < stop:  # there were fewer than before
             stop = chance.randint(1, seen)
             status, err, seen = self.run_until(words, mode, stop)
-        self.assertEqual(INTERRUPTED, status, f"event {stop} of {events}: {err}")
+        self.assertEqual(-signal.SIGINT, status, f"event {stop} of {events}: {err}")
         self.assertLessEqual(err.count("\n"), 1, f"event {stop} of {events}: {err}")
         self.assertNotIn("Traceback", err)
 
@@ -120,7 +119,7 @@ class InterruptTest(CliTest):
     def end(self, running: subprocess.Popen[str]) -> None:
         os.killpg(running.pid, signal.SIGINT)
         _, err = running.communicate(timeout=120)
-        self.assertEqual((INTERRUPTED, ""), (running.returncode, err))
+        self.assertEqual((-signal.SIGINT, ""), (running.returncode, err))
         until(lambda: not group(running.pid))
 
     @pytest.mark.thorough

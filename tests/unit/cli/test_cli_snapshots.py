@@ -390,4 +390,4 @@ class ExitStatusTest(CliTest):
             self.assertTrue(running.stdout.readline())
             running.send_signal(signal.SIGINT)
             running.stdout.read()
-            return running.wait(120)
+            return 128 - running.wait(120)  # as a shell says it
