@@ -113,7 +113,8 @@ def explained(
     if lent := _LENT_TEXT.search(message):
         return StorageError(errno.EACCES, f"{where}: no credentials: {lent[1]}")
     if _METADATA.search(message):
-        advice = f"no credentials found ({text}, asking for {identity}); {_KEYS}"
+        asked = f", asking for {identity}" if identity else ""
+        advice = f"no credentials found ({text}{asked}); {_KEYS}"
         return StorageError(errno.EACCES, f"{where}: {advice}")
     is_answer = status_of(problem) is not None or _CODE.search(message) is not None
     told = text if is_answer else f"{text}\n{message}"
@@ -190,7 +191,17 @@ _WRITE_TIMEOUTS: Final = {"connect_timeout": "2s", "timeout": "30s"}
 """For requests that send: nothing comes back while a body is in flight."""
 
 _ENDPOINTS: Final = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT")
-_AZURE_ENDPOINTS: Final = ("AZURE_STORAGE_ENDPOINT", "AZURE_ENDPOINT")
+_OTHERS: Final = {
+    "gs": (
+        "Google Cloud Storage",
+        "set GOOGLE_APPLICATION_CREDENTIALS to a service account's key file",
+    ),
+    "az": (
+        "Azure Storage",
+        "set AZURE_STORAGE_ACCOUNT_NAME, and AZURE_STORAGE_ACCOUNT_KEY or an identity",
+    ),
+}
+"""What an error says of a server, and what to do, where obstore alone looks for credentials."""
 _REGIONS: Final = ("AWS_REGION", "AWS_DEFAULT_REGION")
 _PAIR: Final = ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY")
 _PROFILES: Final = ("AWS_PROFILE", "AWS_DEFAULT_PROFILE")
@@ -220,7 +231,7 @@ class Client:
     endpoint: str
     """The server's address, for errors."""
     identity: str
-    """The credentials' source, for errors."""
+    """The credentials' source, for errors; empty where obstore alone knows."""
 
 
 @functools.cache
@@ -252,8 +263,13 @@ def make_client(url: str) -> Client:
     if not _URL.fullmatch(url):
         msg = f"{url}: expected s3://BUCKET/PREFIX, with no empty part and no . or .. in it"
         raise ConfigError(msg)
-    found = {"s3": _s3, "gs": _gs, "az": _az}[parts.scheme](url)
-    more = {"retry_config": _RETRY, **found.options}
+    if parts.scheme == "s3":
+        options, where, identity = _s3(url)
+        advice = "set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, AWS_REGION, and AWS_ENDPOINT_URL"
+        advice += " for a server of your own"
+    else:
+        options, identity, (where, advice) = {}, "", _OTHERS[parts.scheme]
+    more = {"retry_config": _RETRY, **options}
     common: dict[str, Any] = {"allow_http": _is_on("AWS_ALLOW_HTTP")}
     with suppress(OSError):
         common["root_certificate"] = Path(os.environ.get("AWS_CA_BUNDLE", "")).read_bytes()
@@ -264,26 +280,18 @@ def make_client(url: str) -> Client:
         except BaseException as problem:
             if not isinstance(problem, Exception) and not is_panic(problem):
                 raise
-            msg = f"{url} cannot be used: {summary_of(problem)}; {found.advice}"
+            msg = f"{url} cannot be used: {summary_of(problem)}; {advice}"
             raise ConfigError(msg) from None
 
     reads, writes = make(_READ_TIMEOUTS), make(_WRITE_TIMEOUTS)
     remade = functools.partial(make, _WRITE_TIMEOUTS)
-    endpoint = re.sub(r"//[^/]*@", "//...@", found.endpoint)  # a password may be in it
-    return Client(reads, writes, remade, endpoint, found.identity)
+    endpoint = re.sub(r"//[^/]*@", "//...@", where)  # a password may be in it
+    return Client(reads, writes, remade, endpoint, identity)
 
 
 def is_panic(problem: BaseException) -> bool:
     """Whether obstore panicked: its exception is not derived from Exception."""
     return type(problem).__name__ == "PanicException"
-
-
-@dataclass(frozen=True, slots=True)
-class _Settings:
-    options: Mapping[str, Any]
-    endpoint: str
-    identity: str
-    advice: str
 
 
 def _named(names: tuple[str, ...]) -> tuple[str, str] | None:
@@ -297,7 +305,8 @@ def _is_on(name: str) -> bool:
 # -- S3 -----------------------------------------------------------------------------------------
 
 
-def _s3(url: str) -> _Settings:
+def _s3(url: str) -> tuple[dict[str, Any], str, str]:
+    """Return obstore's settings, the server's address, and the credentials' source."""
     keys = [name for name in _PAIR if name in os.environ]
     if len(keys) == 1:
         (missing,) = set(_PAIR) - set(keys)
@@ -316,9 +325,7 @@ def _s3(url: str) -> _Settings:
     if endpoint := _named(_ENDPOINTS):
         options["endpoint"] = endpoint[1]  # obstore does not know all of these variables
     region = (_named(_REGIONS) or ("", options.get("region") or "us-east-1"))[1]
-    where = options.get("endpoint") or f"AWS S3 in {region}"
-    advice = "set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, AWS_REGION, and AWS_ENDPOINT_URL"
-    return _Settings(options, where, identity, f"{advice} for a server of your own")
+    return options, options.get("endpoint") or f"AWS S3 in {region}", identity
 
 
 def _own_identity() -> str:
@@ -379,32 +386,3 @@ def _from_files(url: str, identity: str) -> tuple[str, dict[str, Any]]:
         return identity, options
     options["credential_provider"] = lender(session, ttl=_LENT)
     return f"{where} ({credentials.method})", options
-
-
-# -- GCS, Azure ---------------------------------------------------------------------------------
-
-
-def _gs(url: str) -> _Settings:
-    del url
-    names = (
-        "GOOGLE_APPLICATION_CREDENTIALS",
-        "GOOGLE_SERVICE_ACCOUNT",
-        "GOOGLE_SERVICE_ACCOUNT_PATH",
-    )
-    found = _named(names)
-    identity = f"{found[0]}" if found else "the machine's service account, or gcloud's login"
-    advice = "set GOOGLE_APPLICATION_CREDENTIALS to a service account's key file"
-    return _Settings({}, "Google Cloud Storage", identity, advice)
-
-
-def _az(url: str) -> _Settings:
-    del url
-    endpoint = _named(_AZURE_ENDPOINTS)
-    account = os.environ.get("AZURE_STORAGE_ACCOUNT_NAME", "")
-    where = endpoint[1] if endpoint else f"Azure Storage, account {account!r}"
-    keys = ("AZURE_STORAGE_ACCOUNT_KEY", "AZURE_STORAGE_SAS_TOKEN", "AZURE_CLIENT_SECRET",
-            "AZURE_FEDERATED_TOKEN_FILE")  # fmt: skip
-    found = _named(keys)
-    identity = found[0] if found else "the machine's managed identity"
-    advice = "set AZURE_STORAGE_ACCOUNT_NAME, and AZURE_STORAGE_ACCOUNT_KEY or an identity"
-    return _Settings({}, where, identity, advice)
