@@ -33,8 +33,6 @@ from functools import partial
 from importlib import import_module
 from typing import Any, Final
 
-import click
-
 from vua.capacity.listing import Listing
 from vua.capacity.spaces import Show
 from vua.catalog import open_catalog
@@ -180,11 +178,6 @@ class StoredNamespace:
     name="interval_s",
     type=duration_s,
 )
-@option(
-    "--locality",
-    "of the storage; default by the file system's kind",
-    type=click.Choice(("LOCAL", "REMOTE"), case_sensitive=False),
-)
 @option("--zmq ENDPOINT", "publish to this endpoint, like tcp://127.0.0.1:5557, not on stdout")
 @option("--connect", "connect to that endpoint, which the router has bound")
 @option("--topic TEXT", "of the messages; default none", default="")
@@ -193,7 +186,6 @@ def events(
     *,
     follow: bool = False,
     interval_s: float | None = None,
-    locality: str | None = None,
     zmq: str | None = None,
     **publishing: Any,
 ) -> int:
@@ -207,7 +199,7 @@ def events(
     catalog = open_catalog(directory)
     interval_s = interval_s or catalog.look_s or _INTERVAL_S
     with explaining(directory):
-        locality = locality or ("LOCAL" if catalog.is_local() else "REMOTE")
+        locality = "LOCAL" if catalog.is_local() else "REMOTE"
         with nullcontext(_Lines()) if zmq is None else EventSocket(zmq, **publishing) as outlet:
             seen: dict[str, StoredNamespace] = {}
             while True:

@@ -84,10 +84,9 @@ class TestEvents(CliTest):
         self.assertEqual(set(found[0]), documented("events"))
 
     def test_locality(self) -> None:
-        """By the file system's kind, or as it is said; a kind that is not known may be shared."""
-        for words, expected in (((), {"LOCAL"}), (("--locality", "remote"), {"REMOTE"})):
-            _, out, _ = run("events", self.root, *words)
-            self.assertEqual(expected, {one["locality"] for one in lines(out)})
+        """By the file system's kind; one that is not known may be shared."""
+        _, out, _ = run("events", self.root)
+        self.assertEqual({"LOCAL"}, {one["locality"] for one in lines(out)})
         with mock.patch("vua.io.posix._LOCAL", frozenset()):
             _, out, _ = run("events", self.root)
         self.assertEqual({"REMOTE"}, {one["locality"] for one in lines(out)})

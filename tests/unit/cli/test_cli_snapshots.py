@@ -171,7 +171,7 @@ class SnapshotTest(CliTest):
         yield ["explain", where, "--order", self.beside / "order"]
         yield ["explain", where, "--recent"]
         yield ["doctor", where]
-        yield ["events", where, "--locality", "local"]
+        yield ["events", where]
         yield ["export", where, archive, "--all"]
         yield ["import", where, archive]
         yield ["ttl", where]
@@ -280,7 +280,7 @@ class TextTest(DirectoryTest):
             ["verify", empty, "--sample", "2"], ["top", empty, "--interval", "x"],
             ["ls", other], ["rm", other, "--all"], ["gc", other],
             ["doctor", empty, "--trusted-uids", "me"], ["events", empty, "--topic", "x"],
-            ["events", empty, "--locality", "far"], ["explain", empty],
+            ["explain", empty],
             ["explain", empty, "--tokens", other / "file", "--prompt", other / "file"],
             ["explain", empty, "--tokens", other / "file"], ["explain", empty, "--prompt", "x"],
             ["explain", empty, "--tokens", empty, "--block-tokens", "0"],
