@@ -128,7 +128,7 @@ def options() -> list[dict[str, Any]]:
     for _ in range(60):
         deep = [deep]
     text, digits = "9" * OPTIONS_NBYTES, (1 << 64) - 1
-    wrong = {"store": text, "load": list(range(OPTIONS_NBYTES // 8)), "max_load_tokens": digits}
+    wrong = {"store": text, "load": list(range(OPTIONS_NBYTES // 8)), "wait_s": digits}
     return [
         {"vua": many},
         {"vua": {text: True, "stores": deep}},

@@ -191,10 +191,6 @@ class Lookup:
         """
         self.adapter = adapter
         self.request = request
-        self.most_tokens: int = request.num_tokens
-        """Tokens of the request, at least one of which is left to compute."""
-        if options.max_load_tokens is not None:
-            self.most_tokens = min(self.most_tokens, options.max_load_tokens + 1)
         self.options = options
         self.pins = options.pin and options.store
         """Whether chunks that are already stored are pinned; workers pin new ones."""
@@ -251,7 +247,7 @@ def answer_early(lookup: Lookup, model: Model, config: ConnectorConfig) -> None:
         if lookup.options.store and not secret:
             size = model.chunk_tokens
             keys = _keys_of(lookup, model, lambda ids, extras, _: open_names(ids, size, extras))
-            every, tokens = config.window_every_tokens, lookup.most_tokens
+            every, tokens = config.window_every_tokens, lookup.request.num_tokens
             if keys is not None:
                 found = find(model, (), keys, tokens, window_every_tokens=every)
     except Exception as problem:  # noqa: BLE001 - an error of one prompt costs its chunks
@@ -388,7 +384,7 @@ class Lookups:
                 self._model,
                 self._namespace.stores,
                 keys,
-                lookup.most_tokens,
+                request.num_tokens,
                 window_every_tokens=self._config.window_every_tokens,
             )
         except NoKeyError as problem:

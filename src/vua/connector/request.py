@@ -29,7 +29,6 @@ MAX_WAIT_S: Final = 60.0
 MAX_RETAIN_S: Final = 3600.0
 """The longest time for which a hint keeps chunks; longer ones are cut."""
 _SHOWN: Final = 60
-_MAX_TOKENS: Final = 1 << 62
 ACTIONS: Final = {
     "kv.retain": "retain_s",
     "kv.pin": "pin",
@@ -53,8 +52,6 @@ class RequestOptions:
     """Whether the prompt's chunks may be stored."""
     load: bool = True
     """Whether stored chunks may be used."""
-    max_load_tokens: int | None = None
-    """Load at most so many tokens from the prompt's start; None: all that are stored."""
     wait_s: float = 0.0
     """How long to wait for chunks that another engine is still writing, see
     examples/disaggregated."""
@@ -168,8 +165,6 @@ class OptionReader:
         number = isinstance(value, int | float) and not isinstance(value, bool)
         if kind == "bool" and isinstance(value, bool):
             return value
-        if kind == "int" and isinstance(value, int) and number and value >= 0:
-            return min(value, _MAX_TOKENS)
         if kind == "float" and number and (seconds := _finite(value)) >= 0:
             return min(seconds, MAX_WAIT_S) if name == "wait_s" else seconds
         self._complain(name, f"{name!r} must be {_WORDS[kind]}, found {_shown(value)}")
@@ -226,6 +221,5 @@ _KINDS: Final = {
 }
 _WORDS: Final = {
     "bool": "true or false",
-    "int": "a whole number of tokens, 0 or more",
     "float": "a number of seconds, 0 or more",
 }

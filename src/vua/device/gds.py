@@ -38,16 +38,6 @@ from vua.storage.base import Storage, entry_name
 log = logging.getLogger(__name__)
 
 
-def _hint(problem: str) -> str:
-    """Return the cause of an error of cuFile whose text does not give it."""
-    if "5027" in problem or "volume attributes" in problem:
-        return (
-            "; cuFile asked udev for the kind of file system on the disk (ID_FS_USAGE) and got no "
-            "answer, as in a container without udev"
-        )
-    return ""
-
-
 class CuFileMover:
     """cuFile through `cuda.bindings` (cuda-python). One per process and device is enough.
 
@@ -122,7 +112,7 @@ class CuFileMover:
             return own, int(self._library.handle_register(what.ptr))
         except Exception as problem:  # cuFile's own
             os.close(own)
-            raise OSError(f"cuFileHandleRegister: {problem}{_hint(str(problem))}") from problem
+            raise OSError(f"cuFileHandleRegister: {problem}") from problem
 
     def read(
         self, handle: tuple[int, int], memory: Tensor, at: int, nbytes: int, offset: int

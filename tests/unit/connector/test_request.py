@@ -19,7 +19,7 @@ class OptionsTest(unittest.TestCase):
 
     def test_nothing_said(self) -> None:
         """Requests without a word for VUA, also with words for others, are served as usual."""
-        usual = RequestOptions(store=True, load=True, max_load_tokens=None, wait_s=0.0)
+        usual = RequestOptions(store=True, load=True, wait_s=0.0)
         with self.assertNoLogs("vllm.vua.requests"):
             for params in (None, {}, {"do_remote_prefill": True, "store": False}, {"vua": {}}):
                 with self.subTest(params=params):
@@ -33,14 +33,12 @@ class OptionsTest(unittest.TestCase):
                 RequestOptions(
                     store=False,
                     load=False,
-                    max_load_tokens=128,
                     wait_s=2.0,
                     pin=True,
                     outcomes=("pinned",),
                 ),
-                self.read(store=False, load=False, max_load_tokens=128, wait_s=2, pin=True),
+                self.read(store=False, load=False, wait_s=2, pin=True),
             )
-            self.assertEqual(0, self.read(max_load_tokens=0).max_load_tokens)
             self.assertEqual(MAX_WAIT_S, self.read(wait_s=1e9).wait_s)
 
     def test_pins_need_leave(self) -> None:
@@ -60,9 +58,6 @@ class OptionsTest(unittest.TestCase):
             ("store", 0, "true or false"),
             ("load", "no", "true or false"),
             ("pin", [True], "true or false"),
-            ("max_load_tokens", -1, "a whole number of tokens"),
-            ("max_load_tokens", 1.5, "a whole number of tokens"),
-            ("max_load_tokens", True, "a whole number of tokens"),
             ("retain_s", float("nan"), "a number of seconds"),
             ("retain_s", 10**400, "a number of seconds"),
             ("wait_s", float("inf"), "a number of seconds"),
@@ -71,11 +66,10 @@ class OptionsTest(unittest.TestCase):
             with self.subTest(name=name, value=value):
                 self.setUp()
                 with self.assertLogs("vllm.vua.requests", "WARNING") as logged:
-                    read = self.read(**{"max_load_tokens": 7, name: value})
+                    read = self.read(**{"prefetch": True, name: value})
 
                 self.assertIn(f"'{name}' must be {expected}", logged.output[0])
-                most = None if name == "max_load_tokens" else 7
-                self.assertEqual(RequestOptions(max_load_tokens=most), read)
+                self.assertEqual(RequestOptions(prefetch=True), read)
 
     def test_unknown_options(self) -> None:
         """A misspelt option is named with the nearest one; odd sections are ignored."""
@@ -93,7 +87,7 @@ class OptionsTest(unittest.TestCase):
 
         The section counts how often a key or a value is asked for, so that no clock is needed.
         """
-        names = [f"max_load_tokenswait_s_pin_{at:08d}" for at in range(100_000)]
+        names = [f"retain_s_wait_s_pin_{at:08d}" for at in range(100_000)]
         given = CountedOptions(dict.fromkeys(names, 0) | {"store": False})
         with self.assertLogs("vllm.vua.requests", "WARNING") as logged:
             for _ in range(3):
@@ -113,7 +107,6 @@ class OptionsTest(unittest.TestCase):
                     self.assertEqual(RequestOptions(), self.reader.read({"vua": [long]}))
                     self.assertEqual(RequestOptions(), self.reader.read({"vua": {"y" * 5000: 1}}))
                 self.assertLess(max(map(len, logged.output)), 400)
-        self.assertEqual(RequestOptions(max_load_tokens=1 << 62), self.read(max_load_tokens=10**99))
 
 
 def Action(kind: str, version: str = "1.0", **payload: object) -> Any:  # noqa: N802

@@ -428,9 +428,6 @@ class SchedulerTest(unittest.TestCase):
         for options, expected in (
             ({}, (48, True)),
             ({"load": False}, (0, False)),
-            ({"max_load_tokens": 47}, (32, True)),
-            ({"max_load_tokens": 15}, (0, False)),
-            ({"max_load_tokens": 1000}, (48, True)),
             ({"store": False}, (48, True)),
             ({"load": False, "store": False}, (0, False)),
         ):
