@@ -15,7 +15,7 @@ from typing import Final, NamedTuple, Protocol
 
 from lab.simulation import LRU, Dense, ListPolicy, Past, Policy, TraceRequest, simulate
 from vua.capacity.lru import MTIME_STEP_NS
-from vua.connector.request import DEFAULT_RETAIN_S
+from vua.connector.config import DEFAULT_RETAIN_S
 from vua.errors import InputError
 
 _BELADY: Final = "Belady"

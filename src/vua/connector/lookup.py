@@ -21,12 +21,11 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from vua.connector.cache_spec import Group, Model, UncachedError, refused
-from vua.connector.config import ConnectorConfig
+from vua.connector.config import ConnectorConfig, RequestOptions
 from vua.connector.extras import Adapter, Media
 from vua.connector.load_policy import Replies
 from vua.connector.log import WarnOnce, logger
 from vua.connector.proved import KnownWriters, kind_of
-from vua.connector.request import RequestOptions
 from vua.errors import VUAError
 from vua.format.keys import KeyChain, Keys, token_ids
 from vua.format.layout import longest_prefix

@@ -20,6 +20,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from vua.connector.cache_spec import Model
+from vua.connector.config import RequestOptions
 from vua.connector.extras import Adapter, Media
 from vua.connector.load_policy import NOTHING_STORED, LoadDecision, Replies
 from vua.connector.lookup import Lookup, PrefixMatch
@@ -33,7 +34,6 @@ from vua.connector.metadata import (
     WorkerOutput,
 )
 from vua.connector.metrics import Recorder
-from vua.connector.request import RequestOptions
 from vua.connector.witness import Witness
 from vua.format.keys import ChunkKey, KeyRun, token_ids
 

@@ -16,7 +16,7 @@ from dataclasses import replace
 from typing import Any, Final
 
 from vua.connector.cache_spec import Model
-from vua.connector.config import ConnectorConfig
+from vua.connector.config import ConnectorConfig, OptionReader, RequestOptions
 from vua.connector.extras import Adapter, AdapterBook, Media
 from vua.connector.load_policy import NOTHING_STORED, TO_COMPARE, LoadPolicy, Savings
 from vua.connector.log import ROOT, logger
@@ -31,7 +31,6 @@ from vua.connector.metadata import (
 from vua.connector.metrics import Recorder, Series, record_requests
 from vua.connector.opening import Opening, close_within
 from vua.connector.proved import written
-from vua.connector.request import OptionReader, RequestOptions
 from vua.connector.save_scheduler import RequestState, SaveScheduler, to_load
 from vua.connector.witness import Witness
 from vua.format.identity import Identity

@@ -45,14 +45,13 @@ from vllm.v1.kv_offload.base import (
 from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager, TransferJob
 
 from vua import native
-from vua.connector.config import ConnectorConfig
+from vua.connector.config import ConnectorConfig, OptionReader, RequestOptions
 from vua.connector.group_transfer import outcomes_of
 from vua.connector.load_policy import Savings
 from vua.connector.log import WarnOnce, logger
 from vua.connector.metrics import METRICS, Recorder
 from vua.connector.opening import OpenedNamespace, Opening, close_within
 from vua.connector.proved import Kind, KnownWriters
-from vua.connector.request import OptionReader, RequestOptions
 from vua.device.buffers import StagingBuffer
 from vua.errors import ConfigError, VUAError
 from vua.format.entry import written_name

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from types import SimpleNamespace
 from typing import Any
 
-from vua.connector.request import MAX_WAIT_S, OptionReader, RequestOptions
+from vua.connector.config import MAX_WAIT_S, OptionReader, RequestOptions
 
 
 class OptionsTest(unittest.TestCase):

@@ -35,10 +35,9 @@ from e2e.engine import ENVIRONMENT
 from e2e.harness import llama
 from scheduling import request_of
 from vua.connector.cache_spec import REFUSALS, UncachedError
-from vua.connector.config import ConnectorConfig
+from vua.connector.config import ConnectorConfig, RequestOptions
 from vua.connector.extras import Media
 from vua.connector.lookup import Lookup, Lookups
-from vua.connector.request import RequestOptions
 from vua.errors import ConfigError
 from vua.store.namespace import Namespace
 from vua.store.place import locate
