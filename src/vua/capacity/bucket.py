@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from vua.capacity.limits import MAX_BOUNDS_NBYTES, Limits, parse_bounds
 from vua.capacity.lru import Unlimited
@@ -97,9 +97,6 @@ class BucketCapacity:
             self._warn("pins", f"nothing can be unpinned: {problem}")
             return 0
         return max(pins, default=-1) + 1
-
-    def on_evicted(self, tell: Callable[[str], None]) -> None:
-        """Do nothing: nothing is evicted here."""
 
     def _warn(self, kind: str, text: str) -> None:
         if kind not in self._warned:

@@ -349,8 +349,6 @@ class Evictor:
         self._held: deque[tuple[Candidate, int]] = deque()
         """Pinned and retained chunks met since that, with their bytes, the lowest first."""
         self._held_nbytes = 0
-        self.evicted: Callable[[Candidate], None] | None = None
-        """Called with each chunk that is evicted here."""
         self.emptied = 0
         """Namespaces without a chunk that were deleted."""
         self.spares_unsent = False
@@ -520,9 +518,9 @@ class Evictor:
             *(run.nbytes - run.freed.nbytes, ordinary_chunk()),
         )
         run.freed += DeletionTotals(int(gone.deleted.sum()), gone.nbytes)
-        if self.evicted is not None or log.isEnabledFor(logging.DEBUG):
+        if log.isEnabledFor(logging.DEBUG):
             for victim in some[: gone.settled][gone.deleted]:
-                self._tell(Candidate.of(victim))
+                log.debug("evicted chunk %s", Candidate.of(victim).chunk[:12])
         return gone
 
     def expire(
@@ -543,8 +541,7 @@ class Evictor:
         Raises OSError where the directory cannot be listed or written to.
         """
         by_age = Evictor(self._root)
-        by_age.immovable, by_age.evicted = self.immovable, self.evicted
-        by_age.spares_unsent = self.spares_unsent
+        by_age.immovable, by_age.spares_unsent = self.immovable, self.spares_unsent
         before, more = -1, True
         with spaces(self._root) as found:
             by_name = {space.name: space for space in found}
@@ -589,7 +586,7 @@ class Evictor:
                 return self._hold(victim, run, seen_ns)
             self._keep_prefix(space, victim.chunk)
             return NOTHING
-        self._tell(victim)
+        log.debug("evicted chunk %s", victim.chunk[:12])
         return DeletionTotals(1, nbytes)
 
     def _keep_prefix(self, space: Space, chunk: str) -> None:
@@ -597,11 +594,6 @@ class Evictor:
             if (space.name, one) in self._kept:
                 break
             self._kept.add((space.name, one))
-
-    def _tell(self, victim: Candidate) -> None:
-        log.debug("evicted chunk %s", victim.chunk[:12])
-        if self.evicted is not None:
-            self.evicted(victim)
 
     def _hold(self, victim: Candidate, run: _Run, seen_ns: int) -> DeletionTotals:
         """Note a pinned or retained chunk; if these hold too much, the lowest of them go."""

@@ -28,7 +28,7 @@ from types import TracebackType
 from typing import Final
 
 from vua.capacity import marks
-from vua.capacity.evictor import AT_ONCE, HIGHEST, PINNED_SHARE, Candidate, Evictor
+from vua.capacity.evictor import AT_ONCE, HIGHEST, PINNED_SHARE, Evictor
 from vua.capacity.limits import Limits, ResolvedLimits
 from vua.capacity.lru import (
     INTERVAL_S,
@@ -163,15 +163,6 @@ class Capacity:
     @property
     def space(self) -> Space:
         return Space(self.storage.directory.name, self.storage.fileno())
-
-    def on_evicted(self, tell: Callable[[str], None]) -> None:
-        """Call ``tell`` with the name of each chunk of this namespace that is evicted here."""
-
-        def evicted(victim: Candidate) -> None:
-            if victim.space == self.space.name:
-                tell(victim.chunk)
-
-        self._evictor.evicted = evicted
 
     def spare_unsent(self) -> None:
         """Evict chunks that are not uploaded to slower tiers only if nothing else is left."""

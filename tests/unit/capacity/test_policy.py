@@ -49,19 +49,21 @@ class TestPolicy(DirectoryTest):
         """The numbers of the chunks that go, in order, and that `policy` was asked for."""
         root = self.root / type(policy).__name__
         space = Namespace.create(root, Identity(model="m", chunk_tokens=1), [LAYOUT])
-        limits, names = Limits(max_bytes=ROOM * NBYTES, min_free_bytes=0), []
+        limits = Limits(max_bytes=ROOM * NBYTES, min_free_bytes=0)
         capacity = Capacity(root, space.storage, limits, policy)
         self.addCleanup(capacity.close)
-        capacity.on_evicted(names.append)
         store = Store(space.storage, space.name, LAYOUT, capacity)
         saver = EntryWriter(store, StagingBuffer(LAYOUT, LAYOUT.full, 1).memory)
         keys = [space.keys(token_ids([number])) for number in range(STORED)]
-        for key in keys:
-            self.assertEqual([WRITTEN], saver.save([key[0]]))
-            store.used(keys[0], store.lookup(keys[0]), wait=True)
-            time.sleep(TICK_S)
-        numbers = {key[0].name: number for number, key in enumerate(keys)}
-        return [numbers[name] for name in names]
+        with self.assertLogs("vua.capacity.evictor", "DEBUG") as logged:
+            for key in keys:
+                self.assertEqual([WRITTEN], saver.save([key[0]]))
+                store.used(keys[0], store.lookup(keys[0]), wait=True)
+                time.sleep(TICK_S)
+            capacity.close()
+        numbers = {key[0].name[:12]: number for number, key in enumerate(keys)}
+        told = [one.getMessage() for one in logged.records if "evicted chunk" in one.msg]
+        return [numbers[one.rpartition(" ")[2]] for one in told]
 
     @pytest.mark.thorough
     def test_fifo(self) -> None:
