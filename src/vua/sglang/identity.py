@@ -16,7 +16,6 @@ from __future__ import annotations
 import json
 import os
 import secrets
-import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -444,7 +443,6 @@ def setup_of(runner: Any, pools: Iterable[Any] = ()) -> Setup:
         config["precision"] = torch.get_float32_matmul_precision()
         beside = {name: each for name, each in beside.items() if hasattr(each, "__dict__")}
         beside |= {type(pool).__name__: type(pool) for pool in pools}
-        _resolve(runner.model)
         own = _KNOWN | {name.partition(".")[0] for name in (package, *plugins.values())}
         code = code_of(runner.model, ENGINE.aside, {"runner": runner, **beside}, own)
     except Exception as problem:  # SGLang's code may raise any
@@ -460,19 +458,6 @@ def setup_of(runner: Any, pools: Iterable[Any] = ()) -> Setup:
     unusual += [f"code of {name}" for name in sorted(local)]
     epoch = secrets.token_hex(8) if hooks else code.digest[:16] if unusual else ""
     return Setup(joined(settings_digest(ENGINE, config), [code.digest]), unusual, epoch)
-
-
-def _resolve(model: torch.nn.Module) -> None:
-    """Have SGLang choose now what it chooses at a module's first call.
-
-    Otherwise an engine to which VUA is attached later would have another setup after its restart.
-    """
-    if fused := sys.modules.get("sglang.kernels.fused_op"):
-        fused.get_fused_op_backend()
-    modules: Iterable[Any] = model.modules()
-    for module in modules:
-        if getattr(module, "_forward_method", ...) is None:
-            module._forward_method = module._resolve_forward_method()  # noqa: SLF001 - as it does
 
 
 def _hook_names(runner: Any) -> Iterator[str]:

@@ -203,7 +203,6 @@ _FORMAT: Final = "vua.weights.v2"
 _MAX_NBYTES: Final = 64 << 20
 _MAX_FILES: Final = 4096
 _TOUCHED_S: Final = 86_400.0
-_POLL_S: Final = 0.05
 CLOCK_TICK_S: Final = 0.02
 """File systems' clocks tick coarsely: a change may seem to be earlier by so much."""
 _READ: Final = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
@@ -252,29 +251,17 @@ def remember(key: str, value: dict[str, Any]) -> None:
 
 
 @contextlib.contextmanager
-def locked(key: str, stop: threading.Event | None = None) -> Iterator[None]:
+def locked(key: str) -> Iterator[None]:
     """Keep this user's other processes, and threads, from doing the same work at the same time.
 
     Waits until the holder ends or dies. Does not wait without a directory for the lock.
-
-    Raises:
-        CancelledError: ``stop`` was set while waiting.
     """
     folder, fd = _folder(create=True), -1
     if folder is not None:
-        with contextlib.suppress(OSError):  # 256 files at most: they stay
+        with contextlib.suppress(OSError):  # 256 files at most: they stay; not all can be locked
             fd = make_file(folder / f"{hashlib.sha256(key.encode()).hexdigest()[:2]}.lock")
+            fcntl.flock(fd, fcntl.LOCK_EX)
     try:
-        while fd >= 0:
-            try:
-                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            except BlockingIOError:
-                if stop is not None and stop.is_set():
-                    raise CancelledError from None
-                time.sleep(_POLL_S)  # a lock that is waited for would not see `stop`
-            except OSError:  # a file system without locks
-                break
         yield
     finally:
         if fd >= 0:
@@ -416,7 +403,7 @@ def identify_weights(
             found[one.path] = content
     if len(found) < len(known):
         key = json.dumps([asdict(one.state) for one in known])
-        with locked(key, stop):
+        with locked(key):
             if cache:  # another process may have read them meanwhile
                 found |= {one.path: got for one in known if (got := one.recall()) is not None}
             unread = [one for one in known if one.path not in found]
