@@ -212,7 +212,7 @@ class Session:
     ) -> None:
         """Move between ``pools`` and the namespace ``opened``; count in ``stats``.
 
-        ``seed``: see :class:`Comparisons`; ``proof``: see `vua.sglang.engine.Engine.proof`.
+        ``seed``: see :class:`Comparisons`; ``proof``: see `vua.sglang.identity.Engine.proof`.
         """
         self._model, self._namespace, self._stats = opened.model, opened.namespace, stats
         self._parts, self._limit_s = pools.parts, config.timeouts.lookup_s

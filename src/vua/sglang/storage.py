@@ -40,8 +40,7 @@ from vua.connector.metrics import Families, Recorder
 from vua.connector.opening import Opening
 from vua.errors import ConfigError, VUAError
 from vua.format.keys import KeyRun
-from vua.sglang.engine import Engine, passes_prefix_keys
-from vua.sglang.identity import check_name, pools_of
+from vua.sglang.identity import Engine, check_name, passes_prefix_keys, pools_of
 from vua.sglang.session import Pools, Session, chunk_keys, settings_of
 from vua.store.place import prepare
 from vua.weights import Identification, Weights, checkpoint_files, identify_weights

@@ -370,7 +370,7 @@ class Transfers:
         """Move ``shard`` between the chunks of ``store`` and ``pages``; count in ``stats``.
 
         Store in the name of ``writer``, and compare what ``believed`` wants. Load what is
-        ``believed``, also from beside ``store``. ``proof``: see `vua.sglang.engine.Engine.proof`.
+        ``believed``, also from beside ``store``. ``proof``: see `vua.sglang.identity.Engine.proof`.
         """
         self._store, self._shard, self._pages, self._stats = store, shard, pages, stats
         self._proof, self._writer, self._believed = proof, writer, believed

@@ -32,10 +32,8 @@ from vua.store.agreement import distances
 from vua.store.identified import LazyStore
 from vua.store.place import locate
 from vua.transformers.layers import LayerCache, StoredLayers, first_filled
-from vua.transformers.model import Description, NoIdentityError, unwrapped
-from vua.transformers.probe import first_keys
-from vua.transformers.stores import Engine, Stores
-from vua.transformers.tensors import Mark, device_of, light_mark, mark_of, sums
+from vua.transformers.model import Description, Engine, NoIdentityError, Stores, unwrapped
+from vua.transformers.probe import Mark, device_of, first_keys, light_mark, mark_of, sums
 
 
 class Row(NamedTuple):

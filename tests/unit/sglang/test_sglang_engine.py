@@ -318,7 +318,7 @@ class Scheduler:
         self.engine: Any = None
 
     def attach(self) -> Any:
-        from vua.sglang.engine import Engine
+        from vua.sglang.identity import Engine
 
         return Engine.find()
 
@@ -327,7 +327,7 @@ class Starting(Scheduler):
     """A scheduler that makes VUA at its start."""
 
     def __init__(self, folder: Path) -> None:
-        from vua.sglang.engine import Engine
+        from vua.sglang.identity import Engine
 
         super().__init__(folder)
         self.engine = Engine.find()
@@ -336,7 +336,7 @@ class Starting(Scheduler):
 class BackendTest(DirectoryTest):
     def test_outside_of_a_scheduler(self) -> None:
         """A backend that no scheduler makes finds no model, and is told so in one sentence."""
-        from vua.sglang.engine import Engine
+        from vua.sglang.identity import Engine
 
         with self.assertRaisesRegex(UncachedError, "its model cannot be found"):
             Engine.find()
