@@ -166,9 +166,7 @@ class VUAHiCacheStorage(HiCacheStorage):
     def batch_exists(self, keys: list[str], extra_info: Any = None) -> int:
         """Return how many leading pages are to be loaded: stored, and faster loaded than computed.
 
-        Args:
-            keys: page hashes.
-            extra_info: with the hashes of all pages before these.
+        ``extra_info`` has the hashes of all pages before these, here and below.
         """
         session = self._use()
         if session is None or not keys:
@@ -186,10 +184,7 @@ class VUAHiCacheStorage(HiCacheStorage):
         pool_transfers: Sequence[PoolTransfer] | None = None,
         extra_info: Any = None,
     ) -> PoolTransferResult:
-        """Return how many leading pages are to be loaded, including the windows before them.
-
-        Has the arguments of :meth:`batch_exists`, and pools from which pages are wanted, too.
-        """
+        """As :meth:`batch_exists`, including the windows before these pages, of all wanted pools."""
         wanted = [one.name for one in pool_transfers or ()]
         known = self._pools.parts if self._pools is not None else {}
         pages = self.batch_exists(keys, extra_info) if set(wanted) <= set(known) else 0
@@ -203,9 +198,8 @@ class VUAHiCacheStorage(HiCacheStorage):
         host_indices: torch.Tensor,
         extra_info: Any = None,
     ) -> list[bool]:
-        """Load pages into the host pool, up to the first that is missing.
+        """Load pages into these token slots up to the first missing; return which are in place.
 
-        Has the arguments of :meth:`batch_set_v1`. Returns for each page whether it is in place.
         Takes at most ``timeouts.io_s`` more than the storage needs for the loaded pages; the pool
         is not written afterwards.
         """
@@ -216,7 +210,6 @@ class VUAHiCacheStorage(HiCacheStorage):
         transfers: Sequence[PoolTransfer],
         extra_info: Any = None,
     ) -> dict[str, list[bool]]:
-        """Load pages into the named pools. In each pool it ends at the first that is missing."""
         return {
             one.name: self._load(one.name, one.keys or [], one.host_indices, extra_info)
             for one in transfers
@@ -228,12 +221,7 @@ class VUAHiCacheStorage(HiCacheStorage):
         host_indices: torch.Tensor,
         extra_info: Any = None,
     ) -> list[bool]:
-        """Store pages of the host pool, unless they are stored already.
-
-        Args:
-            keys: page hashes.
-            host_indices: the pool's token slots of these pages, int64 ``[tokens]``.
-            extra_info: with the hashes of all pages before these.
+        """Store the pages in these token slots, int64 ``[tokens]``, unless they are stored already.
 
         Returns True for each page, stored or not: for SGLang False would end the whole backup.
         """
@@ -244,10 +232,6 @@ class VUAHiCacheStorage(HiCacheStorage):
         transfers: Sequence[PoolTransfer],
         extra_info: Any = None,
     ) -> dict[str, list[bool]]:
-        """Store pages of the named pools, unless they are stored already.
-
-        Returns True for each page, as :meth:`batch_set_v1`.
-        """
         return {
             one.name: self._save(one.name, one.keys or [], one.host_indices, extra_info)
             for one in transfers

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 import time
 import unittest
 from collections.abc import Callable
@@ -461,7 +460,7 @@ class StorageTest(DirectoryTest):
         """What the ranks of a server of another size have stored is found, and not written anew."""
         for first, second in ((1, 2), (2, 1), (4, 2)):
             with self.subTest(first=first, second=second):
-                shutil.rmtree(self.cache, ignore_errors=True)
+                self.cache = self.root / f"of {first} for {second}"
                 self.fill(first)
                 stored = self.entries()
                 self.assertEqual(first * self.PAGES, len(stored))

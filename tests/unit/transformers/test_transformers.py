@@ -44,35 +44,6 @@ class TestTransformers(TransformersTest):
         return out
 
     @pytest.mark.thorough
-    def test_same_tokens(self) -> None:
-        """Whatever part of a prompt is loaded, the same tokens follow, also in later turns."""
-        from transformers import DynamicCache
-
-        families: tuple[str, ...] = ("llama", "qwen3", "mistral")
-        for family in families:
-            model = self.load(self.path(family))
-            first = self.stored(model)
-            for cut in (150, 100, 65, 64, 17, 16, 1):
-                with self.subTest(family, cut=cut):
-                    ids = torch.cat([PROMPT[:, :cut], PROMPT[:, :20].flip(1)], dim=1)
-                    expected = generate(model, ids, DynamicCache(config=model.config))
-                    found = self.prefixes(model).load(ids)
-                    actual = generate(model, ids, found.cache)
-
-                    self.assertEqual(cut // CHUNK * CHUNK, found.num_tokens)
-                    self.assertEqual(expected.tolist(), actual.tolist())
-            with self.subTest(family, turn=2):
-                ids = torch.cat([first, PROMPT[:, :10]], dim=1)
-                expected = generate(model, ids, DynamicCache(config=model.config))
-                prefixes = self.prefixes(model)
-                found = prefixes.load(ids)
-
-                self.assertEqual(chunks(first) * CHUNK, found.num_tokens)
-                self.assertEqual(expected.tolist(), generate(model, ids, found.cache).tolist())
-                more = prefixes.save(expected, found.cache)
-                self.assertEqual(chunks(expected) - chunks(first), more)
-
-    @pytest.mark.thorough
     def test_loaded_bytes(self) -> None:
         """A loaded cache holds bit for bit what was saved, in any dtype."""
         for dtype in (torch.float32, torch.bfloat16, torch.float16):
