@@ -280,8 +280,7 @@ class VLLMPagedMemGPUConnectorV2(VLLMPagedMemGPUConnector):
             num_layers: layers of ``kvcaches``.
             use_gpu: needs ``chunk_size``, ``dtype`` and ``device``, as in LMCache. No buffer is
                 kept: chunks to and from other devices pass through memory that torch reuses.
-            kwargs: ``chunk_size`` (tokens), ``dtype``, ``device``; ``use_mla``; ``axes``, to name
-                the cache's layout (`vua.device.paged.KNOWN_AXES`) instead of having it recognised.
+            kwargs: ``chunk_size`` (tokens), ``dtype``, ``device``; ``use_mla``.
 
         Raises ValueError on bad sizes, or if ``use_gpu`` lacks one of its three.
         """
@@ -289,7 +288,6 @@ class VLLMPagedMemGPUConnectorV2(VLLMPagedMemGPUConnector):
         self.use_mla = bool(kwargs.get("use_mla", False))
         if self.use_mla:
             self._format = MemoryFormat.KV_MLA_FMT
-        self._named_axes: str | None = kwargs.get("axes")
         self._remembered: Any = None
         missing = [n for n in ("chunk_size", "dtype", "device") if kwargs.get(n) is None]
         if use_gpu and missing:
@@ -310,15 +308,13 @@ class VLLMPagedMemGPUConnectorV2(VLLMPagedMemGPUConnector):
         return slots
 
     def _axes(self, layer: Any) -> str:
-        if self._named_axes is not None:
-            return self._named_axes
         if not isinstance(layer, Tensor):
             return super()._axes(layer)
         axes = _recognised(tuple(layer.shape), self.hidden_dim_size, latent=self.use_mla)
         if axes is None:
             raise InputError(
                 f"a layer of kvcaches is {_kind(layer)}, which is an unknown layout, or could be "
-                f"more than one, for {self.hidden_dim_size} elements per token; name it with axes="
+                f"more than one, for {self.hidden_dim_size} elements per token"
             )
         return axes
 

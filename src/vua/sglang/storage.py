@@ -184,7 +184,7 @@ class VUAHiCacheStorage(HiCacheStorage):
         pool_transfers: Sequence[PoolTransfer] | None = None,
         extra_info: Any = None,
     ) -> PoolTransferResult:
-        """As :meth:`batch_exists`, including the windows before these pages, of all wanted pools."""
+        """As :meth:`batch_exists`, with the windows before these pages, of all wanted pools."""
         wanted = [one.name for one in pool_transfers or ()]
         known = self._pools.parts if self._pools is not None else {}
         pages = self.batch_exists(keys, extra_info) if set(wanted) <= set(known) else 0

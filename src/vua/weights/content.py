@@ -20,7 +20,6 @@ import json
 import os
 import random
 import threading
-from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import CancelledError
 from dataclasses import dataclass, field
@@ -29,6 +28,7 @@ from typing import Any, Final
 
 from vua.errors import ConfigError
 from vua.format.identity import framed
+from vua.io.pool import Job, Pool
 from vua.io.posix import closing_fd
 
 _PIECE_NBYTES: Final = 4 << 20
@@ -274,47 +274,27 @@ def _digests(fd: int, parts: Sequence[_Part], work: Work) -> list[str]:
 
 
 def _hash(fd: int, pieces: Sequence[tuple[int, int]], work: Work) -> list[bytes]:
-    found: list[bytes] = [b""] * len(pieces)
-    todo, failed = deque(enumerate(pieces)), list[BaseException]()
+    most, own = max((nbytes for _, nbytes in pieces), default=0), threading.local()
 
-    def run() -> None:
-        buffer = memoryview(bytearray(max((nbytes for _, nbytes in pieces), default=0)))
-        while True:
-            try:
-                number, (at, nbytes) = todo.popleft()
-            except IndexError:  # another thread has taken the last one
-                return
-            _read_into(fd, buffer[:nbytes], at)
-            found[number] = hashlib.sha256(buffer[:nbytes]).digest()
-            work.did(nbytes)
+    def digest(at: int, nbytes: int) -> bytes:
+        if not hasattr(own, "buffer"):
+            own.buffer = memoryview(bytearray(most))
+        _read_into(fd, own.buffer[:nbytes], at)
+        found = hashlib.sha256(own.buffer[:nbytes]).digest()
+        work.did(nbytes)
+        return found
 
-    def run_beside() -> None:
-        try:
-            with contextlib.suppress(OSError):  # Linux knows a niceness of each thread
-                niceness = max(_NICENESS, os.getpriority(os.PRIO_PROCESS, 0))
-                os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), niceness)
-            run()
-        except BaseException as problem:  # noqa: BLE001 - raised in the caller's thread
-            todo.clear()
-            failed.append(problem)
+    def digest_beside(job: Job[tuple[int, int]]) -> bytes:
+        with contextlib.suppress(OSError):  # Linux knows a niceness of each thread
+            niceness = max(_NICENESS, os.getpriority(os.PRIO_PROCESS, 0))
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), niceness)
+        return digest(*job.what)
 
     if sum(nbytes for _, nbytes in pieces) <= _SMALL_NBYTES:
-        run()
-        return found
+        return [digest(*piece) for piece in pieces]
     count = min(_MAX_THREADS, len(os.sched_getaffinity(0)))
-    threads = [
-        threading.Thread(target=run_beside, name="vua-weights", daemon=True) for _ in range(count)
-    ]
-    try:
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-    finally:  # after Ctrl-C they end with their present piece, of which nothing is used
-        todo.clear()
-    if failed:
-        raise failed[0]
-    return found
+    with contextlib.closing(Pool[tuple[int, int]](count, "vua-weights")) as pool:
+        return pool.map(digest_beside, pieces)
 
 
 def _read(fd: int, nbytes: int, at: int) -> bytes:

@@ -25,6 +25,7 @@ this one goes unseen.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import fcntl
 import hashlib
@@ -537,6 +538,7 @@ class Identification:
         self.answer: Future[Weights] = Future()
         """Done once the weights are known, or cannot be known."""
         self._find, self._stop = find, threading.Event()
+        atexit.register(self._stop.set)  # the process does not wait for the reading threads
         threading.Thread(target=self._run, name="vua-identify", daemon=True).start()
 
     def wait(self, timeout_s: float | None) -> bool:

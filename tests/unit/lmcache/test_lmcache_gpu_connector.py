@@ -288,16 +288,6 @@ class V2Test(unittest.TestCase):
 
         self.assertEqual(bits(case.row(1, 2, 3)), bits(obj.tensor[1, 2, 3]))
 
-    def test_named_axes(self) -> None:
-        """A layout that its shape does not tell can be named."""
-        memory = noise(LAYERS, 2, 2, SLOTS, HEADS, SIZE, dtype=torch.float16)
-        connector = VLLMPagedMemGPUConnectorV2(HIDDEN, LAYERS, axes="B2NHD")
-        obj = MemoryObj(torch.zeros(connector.get_shape(3), dtype=torch.float16))
-
-        connector.from_gpu(obj, 0, 3, kvcaches=list(memory), slot_mapping=torch.tensor([5, 0, 1]))
-
-        self.assertEqual(bits(memory[1, 1, 0, 1]), bits(obj.tensor[0, 1, 0]))
-
     def test_fp8_by_other_names(self) -> None:
         """An engine may call its fp8 cache uint8."""
         case = fused(torch.uint8)
