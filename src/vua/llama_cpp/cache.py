@@ -30,7 +30,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from types import FrameType
+from traceback import walk_stack
 from typing import Any, Final
 
 import llama_cpp
@@ -584,12 +584,10 @@ def _asking() -> Any:
 
     `Llama` does not say who it is: its method is found on the stack.
     """
-    frame: FrameType | None = sys._getframe(1)  # noqa: SLF001 - inspect's own way
-    while frame is not None:
+    for frame, _ in walk_stack(sys._getframe(1)):  # noqa: SLF001 - inspect's own way
         first = frame.f_code.co_varnames[:1]
         if first == ("self",) and isinstance(found := frame.f_locals.get("self"), llama_cpp.Llama):
             return found
-        frame = frame.f_back
     return None
 
 
