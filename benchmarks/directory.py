@@ -299,7 +299,9 @@ def campaign(root: Path, seconds: float, report: dict[str, Any]) -> None:
             one.wait()
     with spaces(root) as found:
         listings = [read_listing(space) for space in found]
-    orphans = sum(len(one.orphans()) for one in listings)
+    orphans = sum(
+        1 for one in listings for _, before in one.befores() if before and one.get(before) is None
+    )
     nbytes = sum(one.totals().nbytes for one in listings)
     report["campaign"] = {
         "seconds": time.monotonic() - began,

@@ -3,7 +3,7 @@
 A directory, a bucket and any other storage fill a :class:`Listing` alike, and commands ask it. It
 holds names, sizes, times, pins, and which chunk precedes which. A header names the preceding chunk
 (`parent`), and where extras hide that, a file ``after-<name>`` beside it does. This gives the order
-of prompts, orphans (chunks that no lookup can reach any more), and each chunk's salt. Headers cost
+of prompts, and each chunk's salt. Headers cost
 one read per chunk, so serving processes never list them.
 
 SQLite keeps 2 MB in memory. The rest is in a file without a name, in the folder that
@@ -400,10 +400,6 @@ class Listing:
         """Yield the first chunks of prompts, each with the digest of its extras (hex), or ""."""
         yield from self._ask("SELECT name, ifnull(salt, '') FROM chunks WHERE before = ''")
 
-    def orphans(self) -> list[str]:
-        """Return the chunks whose preceding one is not there."""
-        return [name for (name,) in self._ask("SELECT name FROM orphans")]
-
     def below(self, chunk: str, *, leaves_first: bool = False) -> Iterator[str]:
         """Yield a chunk and all that follow it, parents before children, or the reverse."""
         values = {"start": chunk, "way": -1 if leaves_first else 1}
@@ -518,14 +514,6 @@ class Listing:
             self._base.execute("UPDATE chunks SET goes = 0")
         for place, name in enumerate(self.below(chunk, leaves_first=True)):
             self.doom(name, place)
-
-    def doom_orphans(self) -> None:
-        """Note to delete what no lookup can reach, those nearest to the gap first, but for pins."""
-        place = itertools.count()
-        for orphan in self.orphans():
-            for name in self.below(orphan):
-                self.doom(name, next(place))
-        self.spare_pinned()
 
     def doom_over(self, most: int) -> None:
         """Note to delete what a salt has more than ``most`` bytes, the oldest first.

@@ -78,8 +78,6 @@ class Collection:
     """Deleted because it was not used for its time to live, its own or the cache's."""
     over_quota: DeletionTotals = NOTHING
     """Deleted because a salt had too much."""
-    orphans: DeletionTotals = NOTHING
-    """Deleted because no lookup could reach it any more."""
     leftovers: DeletionTotals = NOTHING
     """Temporary files and half-deleted chunks; their bytes count too."""
     free_nbytes: int | None = None
@@ -97,7 +95,7 @@ class Collection:
     @property
     def deleted(self) -> dict[str, DeletionTotals]:
         """What was deleted, by reason."""
-        names = ("evicted", "expired", "over_quota", "orphans", "leftovers")
+        names = ("evicted", "expired", "over_quota", "leftovers")
         return {name: getattr(self, name) for name in names}
 
 

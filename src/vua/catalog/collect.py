@@ -8,7 +8,6 @@ import itertools
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, replace
-from functools import partial
 from typing import Any, Final
 
 from vua.capacity.limits import Limits
@@ -37,7 +36,7 @@ def collect(
         catalog: the cache.
         given: limits beside those of ``bounds.json``; with ``keep`` they are written there.
         keep: see ``given``.
-        quick: skip what needs a header of each chunk.
+        quick: skip what needs a look into the folder of each chunk.
         dry_run: change nothing, and report what would be deleted.
         ask: asks before much is deleted.
         show: reports progress.
@@ -70,9 +69,8 @@ def collect(
                 catalog.keep(lasting)
             done.leftovers = DeletionTotals(*catalog.sweep(found, dry_run=dry_run))
             for space in found:
-                delete = partial(_delete, space, show=show, dry_run=dry_run)
                 if not (quick or space.is_remote):
-                    _delete_useless(space, limits["max_bytes_per_salt"], done, delete, show)
+                    _tidy(space, done, show, dry_run=dry_run)
             if dry_run or not catalog.evict(limits, done, show):
                 _evict_oldest(catalog, found, done, show, dry_run=dry_run)
             done.strays = _strays(every, ours, others)
@@ -92,18 +90,14 @@ def _delete(
     return DeletionTotals(removal.chunks, removal.nbytes)
 
 
-def _delete_useless(
-    space: Any, most: int | None, done: Collection,
-    delete: Callable[..., DeletionTotals], show: Show,
-) -> None:  # fmt: skip
-    """Delete what no lookup can reach, and what of a salt is more than ``most`` bytes."""
-    listing = space.listing(show)
+def _tidy(space: Any, done: Collection, show: Show, *, dry_run: bool) -> None:
+    """Delete remains of crashes, and what of a salt is more than it may have."""
+    most = done.limits["max_bytes_per_salt"]
+    listing = space.chunks if most is None else space.listing(show)
     done.leftovers += DeletionTotals(*space.settle(listing))
-    listing.doom_orphans()
-    done.orphans += delete(listing, space.is_orphan)
     if most is not None:
         listing.doom_over(most)
-        done.over_quota += delete(listing, space.is_unused)
+        done.over_quota += _delete(space, listing, space.is_unused, show=show, dry_run=dry_run)
     done.pinned_nbytes = (done.pinned_nbytes or 0) + listing.totals().pinned_nbytes
 
 

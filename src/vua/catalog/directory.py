@@ -41,7 +41,7 @@ from vua.io.posix import closing_fd
 from vua.security.settings import Security
 from vua.storage.description import DESCRIPTION, Description, read_description
 from vua.storage.mark import LIMITS_FILE, MARK, UPKEEP, claim, is_marked
-from vua.storage.names import QUARANTINE, SUFFIX, chunk_path, is_temporary
+from vua.storage.names import QUARANTINE, chunk_path
 
 if TYPE_CHECKING:
     from vua.capacity.gc import Leftovers
@@ -183,11 +183,6 @@ class DirectoryNamespace(NamespaceCatalog):
     def settle(self, listing: Listing) -> tuple[int, int]:
         """Delete remains of a crash in chunks' folders; return how many, and their bytes."""
         return self.catalog.leftovers.settle(self.space, listing)
-
-    def is_orphan(self, chunk: ListedChunk) -> bool:
-        """Whether the chunk before a listed one still is not there."""
-        with listed(self.space.fd, chunk_path(chunk.before or "")) as entries:
-            return not any(one.name.endswith(SUFFIX) or is_temporary(one.name) for one in entries)
 
     def is_unused(self, chunk: ListedChunk) -> bool:
         """Whether a chunk was not used since it was listed."""

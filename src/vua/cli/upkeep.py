@@ -275,7 +275,7 @@ def _show_collected(
 @_dry_run
 @_yes
 @option("--set", "write these limits to bounds.json, for all processes", name="keep")
-@option("--quick", "do not search for orphans and salts")
+@option("--quick", "do not look for unfinished files, and at salts")
 def gc(
     directory: str,
     *,

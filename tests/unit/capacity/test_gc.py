@@ -12,7 +12,7 @@ from unittest import mock
 import torch
 
 from commands import collect, run, run_json
-from helpers import DirectoryTest, Memory, caches_of, flip, model_arrays, save_chunk
+from helpers import DirectoryTest, Memory, caches_of, model_arrays, save_chunk
 from vua.capacity.limits import Limits, ResolvedLimits, read_bounds
 from vua.capacity.listing import ancestors
 from vua.capacity.marks import pin, unpin
@@ -70,21 +70,6 @@ class GcTest(DirectoryTest):
 class TestCollect(GcTest):
     """The full pass."""
 
-    def test_repaired(self) -> None:
-        """What `verify --repair` leaves of a chunk is none: it goes, and what followed it."""
-        names = names_of(self.other)
-        (file,) = self.path(names[0]).glob("*.safetensors")
-        flip(file, 4100)
-        (other,) = self.path(names_of(self.branch)[3]).glob("*.safetensors")
-        other.unlink()
-        (other.parent / f"after-{names[1]}").touch()  # a mark is no chunk, either
-        self.assertEqual(0, run("verify", self.root, "--repair")[0])
-        self.assertTrue(self.path(names[0]).is_dir())
-        report = collect(self.root, self.limits())
-        self.assertEqual((0, 3), (self.stored(self.other), self.stored(self.trunk)))
-        self.assertEqual(3, report.orphans.chunks)  # two behind the one, one behind the other
-        self.assertFalse(self.path(names_of(self.branch)[4]).exists())
-
     def test_nothing_to_do(self) -> None:
         """A sound directory stays as it is."""
 
@@ -97,25 +82,13 @@ class TestCollect(GcTest):
         self.assertTrue(report.within)
         self.assertEqual(9, report.chunks)
 
-    def test_orphans(self) -> None:
-        """Chunks whose prefix is gone go, at any depth; siblings of the gap stay."""
+    def test_after_a_gap(self) -> None:
+        """Chunks whose prefix is gone stay: they hit again once it is stored."""
         self.path(names_of(self.branch)[2]).rename(self.root / "gone")
-        report = collect(self.root, self.limits())
-
-        self.assertEqual(2, report.orphans.chunks)
-        self.assertEqual([3, 2, 3], [*map(self.stored, (self.trunk, self.branch, self.other))])
-
-    def test_damaged_parent(self) -> None:
-        """What cannot be read proves nothing: neither it nor what follows it goes."""
-        for name in names_of(self.trunk)[:2]:
-            (path,) = self.path(name).iterdir()
-            flip(path, 300, 0xFF)
-            os.truncate(path, 350)
-        report = collect(self.root, self.limits())
-        self.assertEqual(0, report.orphans.chunks)
+        self.assertEqual(8, collect(self.root, self.limits()).chunks)
 
     def test_extras_hide_the_parent(self) -> None:
-        """A chunk with an image in mid-prompt is no orphan, and becomes one with its prefix."""
+        """The chunks before one with an image in mid-prompt are known."""
         layout = KVLayout(layers=1, kv_heads=1, k_dim=8, v_dim=8, dtype="F32", chunk_tokens=4)
         identity = Identity(model="image", kv_dtype="F32", chunk_tokens=4)
         store = Namespace.create(self.root, identity, [layout]).stores[0]
@@ -123,14 +96,10 @@ class TestCollect(GcTest):
         memory = Memory(layout, layout.full, 4).fill(model_arrays(layout, 4)).map()
         for place in range(4):
             save_chunk(store, keys[place], memory, place=place)
-        self.assertEqual(0, collect(self.root, self.limits()).orphans.chunks)
         fd = store.storage.fileno()  # type: ignore[attr-defined]
         space = Space(identity.namespace, fd)
         names = [keys[place].name for place in range(4)]
         self.assertEqual(names[::-1], list(ancestors(space, names[3])))
-        first = self.root / identity.namespace / names[0][:2] / names[0]
-        first.rename(self.root / "gone")
-        self.assertEqual(3, collect(self.root, self.limits()).orphans.chunks)
 
     def test_leftovers(self) -> None:
         """What a crash left behind goes after an hour of the server's, not before."""
@@ -144,7 +113,7 @@ class TestCollect(GcTest):
             ]
             for digit in "ab"
         )
-        empty = self.space / "00" / ("0" * 64)
+        empty, marked = (self.space / f"{digit * 2}" / (digit * 64) for digit in "01")
         for path in (*old, *new):
             if "trash" in path.name:
                 path.mkdir()
@@ -152,14 +121,16 @@ class TestCollect(GcTest):
             else:
                 path.write_bytes(b'{\n "format": "vua.'.ljust(100))
         empty.mkdir(parents=True)
+        marked.mkdir(parents=True)
+        (marked / f"after-{'2' * 64}").touch()  # a mark is no chunk
         past = server_now_ns(self.fd) - 2 * HOUR_NS
-        for path in (*old, empty):
+        for path in (*old, empty, marked):
             os.utime(path, ns=(past, past))
         report = collect(self.root, self.limits())
 
         self.assertEqual((4, 400), report.leftovers)
         self.assertEqual([False] * 4 + [True] * 4, [path.exists() for path in (*old, *new)])
-        self.assertFalse(empty.exists())
+        self.assertFalse(empty.exists() or marked.exists())
 
     def test_bounds_and_recency(self) -> None:
         """Down to the limit the least recently used goes, leaves first."""

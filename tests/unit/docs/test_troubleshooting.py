@@ -104,7 +104,7 @@ class TestTroubleshooting(DirectoryTest):
             self.stored(self.root, TOKENS + 1000 * number)
 
     def test_files_are_damaged(self) -> None:
-        """`vua verify --repair` and `vua gc` leave what can be found; the rest is stored anew."""
+        """`vua verify --repair` moves them away, and what follows them hits again afterwards."""
         self.stored(self.root)
         third = sorted(self.files(), key=lambda path: path.stat().st_mtime_ns)[2]
         data = bytearray(third.read_bytes())
@@ -112,10 +112,7 @@ class TestTroubleshooting(DirectoryTest):
         third.write_bytes(data)
         self.assertEqual(1, run("verify", self.root)[0])
         self.assertEqual(0, run("verify", "--repair", self.root)[0])
-        self.assertEqual(0, run("gc", self.root, "--yes")[0])
-        left = self.found(self.root)
-        self.assertEqual(left // 16, len(self.files()))
-        self.assertLess(left, len(TOKENS))
+        self.assertLess(self.found(self.root) // 16, len(self.files()))
         self.stored(self.root)
         self.assertEqual((len(TOKENS), 0), (self.found(self.root), run("verify", self.root)[0]))
 
