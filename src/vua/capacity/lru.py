@@ -21,13 +21,10 @@ a file system keeps whole seconds only, equal mtimes have no order.
 **Within its microsecond a mtime changes when the chunk gets a child** (:func:`inherit`). An evictor
 has read all chunks before, and may have come to the child's directory too early. So a chunk that
 changed since stays, and so does its prefix.
-
-:class:`Touches` sets the mtimes of used prefixes, in the background and not too often.
 """
 
 from __future__ import annotations
 
-import contextlib
 import os
 import threading
 import time
@@ -40,7 +37,6 @@ import numpy as np
 from vua.capacity.hit_density import RETAINED, HitDensity, UseLog
 from vua.capacity.spaces import Column
 from vua.io.forks import new_lock, watch
-from vua.io.pool import Pool
 from vua.native import LATEST_NS, ChunkNames
 from vua.storage.names import chunk_path
 
@@ -143,30 +139,6 @@ def inherit(directory: int, chunk: str, parent: str) -> bool:
 
 INTERVAL_S: Final = 60.0
 """A process touches the same prefix once in this time: 1000 hits a minute cost one touch."""
-_QUEUED_MAX: Final = 256
-
-
-class Touches:
-    """Reports uses of one namespace on its own thread. Thread-safe."""
-
-    def __init__(self) -> None:
-        self._recent, self._thread = Recent(INTERVAL_S), Pool[None](1, "vua-touch")
-
-    def close(self) -> None:
-        """Finish what is queued, and release the thread. A second call does nothing."""
-        self._thread.close()
-
-    def wants(self, last: str) -> bool:
-        """Whether a prefix whose last chunk is ``last`` must be touched: once per interval."""
-        return self._recent.passes(last)
-
-    def touch(self, tell: Callable[[], object], *, wait: bool = False) -> None:
-        """Call ``tell``, which raises nothing: in the background, in order, or (wait) now."""
-        if wait:
-            tell()
-        elif self._thread.waiting < _QUEUED_MAX:  # else the order of eviction is a little wrong
-            with contextlib.suppress(RuntimeError):  # there is no thread, or it is closed
-                self._thread.submit(lambda _: tell())
 
 
 class Recent:

@@ -38,7 +38,6 @@ from vua.capacity.lru import (
     LeastHitDensity,
     Pending,
     Recent,
-    Touches,
     inherit,
     mtime_ns_of,
     set_mtime,
@@ -50,6 +49,7 @@ from vua.capacity.usage import BURST_FILES, UsageEstimate
 from vua.errors import ConfigError, StorageFullError
 from vua.format.keys import ChunkKey, Keys
 from vua.io.forks import watch
+from vua.io.pool import Pool
 from vua.io.posix import closing_fd
 from vua.native import WRITTEN
 from vua.storage.local import LocalStorage
@@ -87,6 +87,9 @@ _BATCH_SHARE: Final = 1 / 256
 """Share of the limit that one reservation may ask for: several processes do so independently."""
 _REASONS: Final = {"behind", "evict", "full", "mark", "size", "thread"}
 """Warnings that say why a chunk is not stored."""
+
+_QUEUED_MAX: Final = 256
+"""Uses that wait to be noted; beyond these the order of eviction is a little wrong."""
 
 _Count = Callable[[DeletionTotals], None]
 
@@ -126,8 +129,9 @@ class Capacity:
         self.policy: LRU = policy or LeastHitDensity(root)
         self._evictor = Evictor(self._root, policy=self.policy)
         self._evictor.shares = True
-        self.pending, self.touches = Pending(), Touches()
+        self.pending, self._toucher = Pending(), Pool[None](1, "vua-touch")
         self._requests, self._stores = Recent(INTERVAL_S), Recent(INTERVAL_S)
+        self._touched = Recent(INTERVAL_S)
         self._warned: dict[str, float] = {}
         self._reset()
         watch(self)
@@ -155,7 +159,7 @@ class Capacity:
 
         A second call does nothing.
         """
-        self.touches.close()
+        self._toucher.close()
         with self._changed:
             self._closed = True
             self._changed.wait_for(lambda: not self._thread_running, _CLOSE_WAIT_S)
@@ -351,9 +355,12 @@ class Capacity:
             is_new = not self._requests.passed_any(names) and self._stores.passes(names[-1])
         else:
             is_new = self._requests.passes(names[-1]) or wait
-        touched = chunks if wait or (chunks and self.touches.wants(names[chunks - 1])) else 0
-        if is_new or touched:
-            self.touches.touch(partial(self._note, names, touched, is_new=is_new), wait=wait)
+        touched = chunks if wait or (chunks and self._touched.passes(names[chunks - 1])) else 0
+        if wait and (is_new or touched):
+            self._note(names, touched, is_new=is_new)
+        elif (is_new or touched) and self._toucher.waiting < _QUEUED_MAX:
+            with contextlib.suppress(RuntimeError):  # there is no thread, or it is closed
+                self._toucher.submit(lambda _: self._note(names, touched, is_new=is_new))
 
     def _note(self, chunks: Sequence[str], touched: int, *, is_new: bool) -> None:
         """Log a request, and only then show that its chunks are used: see `LeastHitDensity`."""

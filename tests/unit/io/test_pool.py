@@ -427,7 +427,7 @@ class TestForks(DirectoryTest):
             # race: the fork comes while another thread holds the store's
             *(store.quarantine._lock, store.storage._lock, store.storage.first_reads._lock),
             # race: the fork comes while another thread holds those of the touches
-            capacity.touches._recent._lock,
+            capacity._touched._lock,
             # race: the fork comes while another thread holds those of the eviction
             *(capacity.pending._changed, capacity._changed),
         ]
