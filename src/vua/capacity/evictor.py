@@ -34,9 +34,8 @@ from typing import Final, NamedTuple, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from vua.capacity.listing import ancestors
+from vua.capacity.listing import ancestors, is_unsent
 from vua.capacity.lru import FUTURE_NS, LRU, RETAINED_RANK, Rank, is_unchanged
-from vua.capacity.marks import is_unsent
 from vua.capacity.removal import (
     NOTHING,
     DeletionTotals,

@@ -25,12 +25,13 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeAlias
 
-from vua.capacity.lru import mtime_ns_of
+from vua.capacity.lru import mtime_ns_of, set_mtime
 from vua.capacity.spaces import Show, Space, listed, over_fans, silent
 from vua.errors import ConfigError, StorageError
 from vua.format.parse import parent_in
-from vua.io.posix import closing_fd
-from vua.storage.names import AFTER, PIN, SUFFIX, TEMPORARY, chunk_path
+from vua.io.files import make_file
+from vua.io.posix import closing_fd, open_beneath
+from vua.storage.names import AFTER, PIN, SENT, SUFFIX, TEMPORARY, chunk_path
 
 if TYPE_CHECKING:
     import sqlite3
@@ -163,6 +164,67 @@ def ancestors(space: Space, chunk: str) -> Iterator[str]:
         yield chunk
         seen.add(chunk)
         chunk = read_node(space, chunk).before
+
+
+# -- marks of chunks: empty files in their directories ------------------------------------------
+#
+# `after-<chunk>` names the preceding chunk, where extras hide it. `sent-<entry>` says that an entry
+# was copied to the slower tiers. `pin-<chunk>` is in the directory of each chunk of a prefix that
+# is protected: so it survives restarts and costs readers and writers nothing.
+
+
+def mark(directory: int, chunk: str, name: str, *, on: bool = True) -> bool:
+    """Put an empty file into a chunk's directory, or delete it; False if there is none."""
+    try:
+        with closing_fd(open_beneath(directory, chunk_path(chunk))) as fd:
+            if on:
+                os.close(make_file(name, dir_fd=fd))
+            else:
+                os.unlink(name, dir_fd=fd)
+    except OSError:
+        return False
+    return True
+
+
+def is_unsent(space: Space, chunk: str) -> bool:
+    """Whether a chunk has files that are not marked as sent."""
+    with listed(space.fd, chunk_path(chunk)) as entries:
+        names = [entry.name for entry in entries]
+    files = sum(name.endswith(SUFFIX) for name in names)
+    return files > sum(name.startswith(SENT) for name in names)
+
+
+def pin(space: Space, chunk: str, *, on: bool = True) -> list[str]:
+    """Protect a chunk and its prefix from eviction, expiry and quotas, until that is undone.
+
+    Chunks held by other pins stay held. Returns the chunks that are held, or released.
+    """
+    return [one for one in ancestors(space, chunk) if _set_pin(space, one, chunk, on=on)]
+
+
+def _set_pin(space: Space, chunk: str, pinned: str, *, on: bool) -> bool:
+    """Change a chunk's directory without making it look used."""
+    mtime_ns = mtime_ns_of(space.fd, chunk)
+    done = mark(space.fd, chunk, PIN + pinned, on=on)
+    if mtime_ns is not None:
+        with contextlib.suppress(OSError):
+            set_mtime(space.fd, chunk, mtime_ns)
+    return done
+
+
+def unpin_prefix(space: Space, names: Sequence[str]) -> int:
+    """Undo the pins of a prompt and of its prefixes; return how many chunks are released."""
+    own = [name for name in names if _is_pin(space, name)]
+    return max((len(pin(space, name, on=False)) for name in own[::-1]), default=0)
+
+
+def _is_pin(space: Space, chunk: str) -> bool:
+    """Whether a chunk itself was pinned, not only as a part of a longer prefix."""
+    try:
+        os.stat(f"{chunk_path(chunk)}/{PIN}{chunk}", dir_fd=space.fd, follow_symlinks=False)
+    except OSError:
+        return False
+    return True
 
 
 # -- the database ---------------------------------------------------------------------------------

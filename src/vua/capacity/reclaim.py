@@ -27,9 +27,9 @@ from pathlib import Path
 from types import TracebackType
 from typing import Final
 
-from vua.capacity import marks
 from vua.capacity.evictor import AT_ONCE, HIGHEST, PINNED_SHARE, Evictor
 from vua.capacity.limits import Limits, ResolvedLimits
+from vua.capacity.listing import mark, pin, unpin_prefix
 from vua.capacity.lru import (
     INTERVAL_S,
     LRU,
@@ -397,7 +397,7 @@ class Capacity:
         Reads one header per chunk of the prefix; never raises for the state of the storage.
         """
         try:
-            return bool(marks.pin(self.space, chunk))
+            return bool(pin(self.space, chunk))
         except OSError as problem:
             text = f"{self._root}: nothing can be pinned: {problem}"
             self.warn_once("pin", text)
@@ -408,11 +408,11 @@ class Capacity:
 
         Raises OSError only if this process has no more descriptors.
         """
-        return len(marks.pin(self.space, chunks[-1])) if chunks else 0
+        return len(pin(self.space, chunks[-1])) if chunks else 0
 
     def unpin_prefix(self, chunks: Sequence[str]) -> int:
         """Undo :meth:`pin_prefix` of these chunks and their prefixes; return the number."""
-        return marks.unpin_prefix(self.space, chunks)
+        return unpin_prefix(self.space, chunks)
 
     # -- arithmetic, for who holds the lock ---------------------------------------------------
 
@@ -757,7 +757,7 @@ class Reservation:
         before, mtime_ns = b"", 0
         for key in written:
             if key.previous:
-                marks.mark(self._fd, key.name, AFTER + key.before.hex())
+                mark(self._fd, key.name, AFTER + key.before.hex())
             if key.before != before or not mtime_ns:
                 self._inherit(key)
                 mtime_ns = (len(written) > 1 and mtime_ns_of(self._fd, key.name)) or 0

@@ -176,9 +176,9 @@ class DirectoryNamespace(NamespaceCatalog):
     # -- what may be done to it -------------------------------------------------------------------
 
     def pin(self, chunk: str, *, on: bool = True) -> int:
-        from vua.capacity.marks import pin, unpin
+        from vua.capacity.listing import pin
 
-        return len((pin if on else unpin)(self.space, chunk))
+        return len(pin(self.space, chunk, on=on))
 
     def settle(self, listing: Listing) -> tuple[int, int]:
         """Delete remains of a crash in chunks' folders; return how many, and their bytes."""

@@ -26,8 +26,8 @@ from typing import Final
 import numpy as np
 
 from vua.capacity.limits import Limits
+from vua.capacity.listing import mark
 from vua.capacity.lru import mtime_ns_of, set_mtime
-from vua.capacity.marks import mark
 from vua.capacity.reclaim import Capacity
 from vua.errors import EntryError, StorageError
 from vua.io.forks import watch

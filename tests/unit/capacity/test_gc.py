@@ -14,8 +14,7 @@ import torch
 from commands import collect, run, run_json
 from helpers import DirectoryTest, Memory, caches_of, model_arrays, save_chunk
 from vua.capacity.limits import Limits, ResolvedLimits, read_bounds
-from vua.capacity.listing import ancestors
-from vua.capacity.marks import pin, unpin
+from vua.capacity.listing import ancestors, pin
 from vua.capacity.spaces import Space
 from vua.capacity.upkeep import server_now_ns
 from vua.capacity.usage import measure
@@ -174,7 +173,7 @@ class TestPins(GcTest):
         collect(self.root, self.limits(max_bytes=0, ttl_s=1e-6))
         self.assertEqual([2, 4, 0], [*map(self.stored, (self.trunk, self.branch, self.other))])
 
-        self.assertEqual(names[:4][::-1], unpin(self.opened, names[3]))
+        self.assertEqual(names[:4][::-1], pin(self.opened, names[3], on=False))
         report = collect(self.root, self.limits(max_bytes=0))
         self.assertEqual((1, False), (self.stored(self.branch), report.within))
 

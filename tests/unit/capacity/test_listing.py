@@ -14,11 +14,11 @@ from helpers import DirectoryTest
 from replay import Cache, synthetic_trace
 from vua.capacity.listing import (
     Listing,
+    pin,
     read_listing,
     read_node,
     temporary_database,
 )
-from vua.capacity.marks import pin
 from vua.capacity.spaces import Space, spaces
 from vua.errors import ConfigError, StorageError
 
