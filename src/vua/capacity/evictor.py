@@ -21,7 +21,6 @@ import logging
 import os
 import random
 import re
-import secrets
 import stat
 import struct
 import threading
@@ -49,7 +48,7 @@ from vua.capacity.removal import (
 )
 from vua.capacity.spaces import Column, Space, chunk_nbytes, spaces
 from vua.capacity.upkeep import Bare, Tally, upkeep_directory
-from vua.io.files import make_file
+from vua.io.files import atomic_write
 from vua.io.posix import closing_fd
 from vua.native import ChunkNames
 from vua.native.entries import Deletions, delete_chunks
@@ -158,19 +157,10 @@ def tell_victims(directory: int, victims: Victims) -> None:
     if isinstance(directory, Bare):
         return
     head = _VICTIMS_HEAD.pack(_VICTIMS_MAGIC, victims.seen_ns, victims.until_ns)
-    aside = f"{_TOLD}-{secrets.token_hex(4)}"
     with contextlib.suppress(OSError):
-        shared = stat.S_IMODE(os.fstat(directory).st_mode) & 0o040
-        fd = make_file(aside, os.O_EXCL, 0o600 | shared, dir_fd=directory)
-        try:
-            data = head + victims.found[:_MOST_VICTIMS].tobytes()
-            whole = os.write(fd, data) == len(data)
-        finally:
-            os.close(fd)
-        if whole:
-            os.rename(aside, _TOLD, src_dir_fd=directory, dst_dir_fd=directory)
-        else:
-            os.unlink(aside, dir_fd=directory)
+        mode = 0o600 | (os.fstat(directory).st_mode & 0o040)
+        data = head + victims.found[:_MOST_VICTIMS].tobytes()
+        atomic_write(_TOLD, data, dir_fd=directory, mode=mode)
 
 
 def told_victims(directory: int, after_ns: int, now_ns: int) -> Victims | None:

@@ -25,10 +25,9 @@ from vua.capacity.removal import (
     delete_chunk,
     delete_file,
     evict_chunk,
-    nbytes_at,
     told_immovable,
 )
-from vua.capacity.spaces import GRACE_S, Show, Space, is_trash, listed, trash_in
+from vua.capacity.spaces import GRACE_S, Show, Space, chunk_nbytes, is_trash, listed, trash_in
 from vua.capacity.upkeep import lease, next_tick_ns, server_now_ns, upkeep_directory
 from vua.capacity.usage import INODES_PER_CHUNK, TOLERANCE, Usage, measure, nbytes_per_inode
 from vua.io.posix import closing_fd
@@ -61,20 +60,25 @@ class Leftovers:
             with closing_fd(upkeep_directory(root)) as directory:
                 self._now_ns = server_now_ns(directory)
 
-    def _delete(self, parent: int, path: str) -> DeletionTotals:
-        nbytes = nbytes_at(parent, path)
+    def _delete(self, space: Space, path: str) -> DeletionTotals:
+        if is_trash(path):
+            nbytes, delete = chunk_nbytes(space, path), delete_chunk
+        else:
+            status = os.stat(path, dir_fd=space.fd, follow_symlinks=False)
+            nbytes, delete = status.st_size, delete_file
         if not self._dry_run:
-            delete_chunk(parent, path) if is_trash(path) else delete_file(parent, path)
+            delete(space.fd, path)
         return DeletionTotals(1, nbytes)
 
     def sweep(self, found: Sequence[Space]) -> DeletionTotals:
         """Delete half-deleted chunks and unfinished small files."""
         freed = NOTHING
         with _opened(self._root) as above:
-            for fd in (*(space.fd for space in found), above):
-                for name, mtime_ns in list(trash_in(fd)):
+            for space in (*found, Space("", above)):
+                for name, mtime_ns in list(trash_in(space.fd)):
                     if _is_old(mtime_ns, self._now_ns):
-                        freed += self._delete(fd, name)
+                        with contextlib.suppress(FileNotFoundError):
+                            freed += self._delete(space, name)
         return freed
 
     def settle(self, space: Space, listing: Listing) -> DeletionTotals:
@@ -89,7 +93,7 @@ class Leftovers:
                 with contextlib.suppress(OSError):
                     status = os.stat(f"{path}/{name}", dir_fd=space.fd, follow_symlinks=False)
                     if _is_old(status.st_mtime_ns, self._now_ns):
-                        freed += self._delete(space.fd, f"{path}/{name}")
+                        freed += self._delete(space, f"{path}/{name}")
                         if mtime_ns is not None and not self._dry_run:
                             set_mtime(space.fd, chunk, mtime_ns)  # it was not used, only tidied up
             if self._dry_run:

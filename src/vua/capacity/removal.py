@@ -12,7 +12,6 @@ import errno
 import os
 import re
 import secrets
-import stat
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final, NamedTuple, TypeAlias
@@ -31,7 +30,6 @@ from vua.capacity.spaces import (
     opened,
     spaces,
 )
-from vua.io.posix import close_quietly
 from vua.io.words import counted
 from vua.native.entries import OrdinaryChunk
 from vua.storage.description import DESCRIPTION, is_described
@@ -44,8 +42,6 @@ from vua.storage.names import (
     chunk_file_kind,
     chunk_path,
 )
-
-_DIRECTORY: Final = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
 class DeletionTotals(NamedTuple):
@@ -221,40 +217,19 @@ def told_immovable(found: Immovable) -> str:
     )
 
 
-def nbytes_at(parent: int, path: str) -> int:
-    """Return the bytes of a file, or of the files in a directory and those below it."""
-    total, todo = 0, [path]
-    while todo:
-        at = todo.pop()
-        with contextlib.suppress(OSError):
-            status = os.stat(at, dir_fd=parent, follow_symlinks=False)
-            if not stat.S_ISDIR(status.st_mode):
-                total += status.st_size
-                continue
-            with listed(parent, at) as entries:
-                todo += [f"{at}/{entry.name}" for entry in entries]
-    return total
-
-
-def delete_file(parent: int, name: str) -> int:
+def delete_file(parent: int, path: str) -> int:
     """Delete one file below the descriptor ``parent``; return its bytes, 0 where it stays."""
     with contextlib.suppress(OSError):
-        status = os.stat(name, dir_fd=parent, follow_symlinks=False)
-        os.unlink(name, dir_fd=parent)
+        status = os.stat(path, dir_fd=parent, follow_symlinks=False)
+        os.unlink(path, dir_fd=parent)
         return status.st_size if status.st_nlink <= 1 else 0
     return 0
 
 
 def strip_chunk(parent: int, path: str) -> int:
     """Delete VUA's files in a chunk's directory and leave the rest; return the bytes."""
-    try:
-        fd = os.open(path, _DIRECTORY, dir_fd=parent)
-    except OSError:
-        return 0
-    try:
-        return sum(delete_file(fd, name) for name in _chunk_files(fd))
-    finally:
-        close_quietly(fd)
+    with opened(parent, path) as fd:
+        return 0 if fd is None else sum(delete_file(fd, name) for name in _chunk_files(fd))
 
 
 def _chunk_files(fd: int) -> list[str]:
@@ -281,16 +256,12 @@ def delete_namespace(parent: int, name: str) -> int:
 
     Its description goes last: until then the rest can be identified. Returns the bytes.
     """
-    try:
-        fd = os.open(name, _DIRECTORY, dir_fd=parent)
-    except OSError:
-        return 0
-    try:
+    with opened(parent, name) as fd:
+        if fd is None:
+            return 0
         nbytes = sum(_delete_part(fd, part) for part in os.listdir(fd))
         if os.listdir(fd) == [DESCRIPTION]:
             nbytes += delete_file(fd, DESCRIPTION)
-    finally:
-        close_quietly(fd)
     _remove(parent, name)
     return nbytes
 
