@@ -46,9 +46,6 @@ _MARK: Final = re.compile(r"[0-9a-f]{2}/([0-9a-f]{64})/(after|pin)-([0-9a-f]{64}
 _AT_ONCE: Final = 256
 """Chunks whose headers are read between two progress reports."""
 
-_ERASED: Final = 1 << 14
-"""Chunks that are deleted by one call in a remote place."""
-
 Level: TypeAlias = Literal["ok", "note", "bad"]
 Ask: TypeAlias = Callable[[str], None]
 """Asks the operator whether to continue. Raises ConfigError if the answer is no."""
@@ -95,9 +92,10 @@ class Removal:
     """A message about chunks that can be neither moved nor deleted."""
     strays: Sequence[str] = ()
 
-    def count(self, chunks: Sequence[ListedChunk]) -> None:
-        self.chunks += len(chunks)
-        self.nbytes += sum(one.nbytes for one in chunks)
+    def count(self, chunks: Iterable[ListedChunk]) -> None:
+        for one in chunks:
+            self.chunks += 1
+            self.nbytes += one.nbytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,8 +186,7 @@ class NamespaceCatalog(ABC):
     salted_most = 256
     """Of at most so many chunks a look has the salts: that needs a header of each."""
     is_remote = True
-    """Whether to read headers costs more than a listing. If not, :meth:`erase` is called for one
-    chunk after the other, each looked at again before."""
+    """Whether to read headers costs more than a listing."""
     each = staticmethod(one_by_one)
 
     def __init__(self, stated: Description, show: Show = silent) -> None:
@@ -246,8 +243,11 @@ class NamespaceCatalog(ABC):
         """Pin a chunk and its prefix, or undo that; return how many chunks are held, or were."""
 
     @abstractmethod
-    def erase(self, chunks: Sequence[ListedChunk], done: Removal) -> None:
-        """Delete chunks with their marks, in this order, and add them to ``done``."""
+    def erase(self, chunks: Iterable[ListedChunk], done: Removal) -> None:
+        """Delete chunks with their marks, in this order, and add them to ``done``.
+
+        Where that costs little each is deleted before the next one is asked for.
+        """
 
     def drop(self, done: Removal) -> None:  # noqa: B027 - a place may have nothing else
         """Delete what else is VUA's in a namespace without chunks."""
@@ -398,17 +398,6 @@ class NamespaceCatalog(ABC):
             chunk = "" if one is None else one.before or ""
 
     # -- what may be done to it -------------------------------------------------------------------
-
-    def delete(
-        self, chunks: Iterable[ListedChunk], done: Removal, *, dry_run: bool = False
-    ) -> None:
-        """Delete chunks with their marks, in this order; ``done`` says what was, or would be."""
-        rest = iter(chunks)
-        while some := list(itertools.islice(rest, _ERASED if self.is_remote else 1)):
-            if dry_run:
-                done.count(some)
-            else:
-                self.erase(some, done)
 
     def quarantined(self) -> int:
         """Return the bytes in quarantine."""

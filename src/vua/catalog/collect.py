@@ -83,9 +83,11 @@ def _delete(
     show: Show, dry_run: bool,
 ) -> DeletionTotals:  # fmt: skip
     """Delete doomed chunks that still go; what stays is not in the listing any more, either."""
-    removal = Removal()
-    some = _doomed(listing, space.name, show)
-    space.delete(some if dry_run else filter(still_goes, some), removal, dry_run=dry_run)
+    removal, some = Removal(), _doomed(listing, space.name, show)
+    if dry_run:
+        removal.count(some)
+    else:
+        space.erase(filter(still_goes, some), removal)
     listing.remove_doomed()
     return DeletionTotals(removal.chunks, removal.nbytes)
 
@@ -192,7 +194,7 @@ def remove(
             ask(f"Delete {part if names else 'everything'} in {catalog.where} ({text})?")
         done.chunks, done.nbytes = 0, 0
         for space, listing in some.items():
-            space.delete(_doomed(listing, space.name, show), done)
+            space.erase(_doomed(listing, space.name, show), done)
             if space in whole:
                 space.drop(done)
     return done

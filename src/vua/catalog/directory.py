@@ -190,7 +190,7 @@ class DirectoryNamespace(NamespaceCatalog):
 
         return mtime_ns_of(self.space.fd, chunk.name) == chunk.used_ns
 
-    def erase(self, chunks: Sequence[ListedChunk], done: Removal) -> None:
+    def erase(self, chunks: Iterable[ListedChunk], done: Removal) -> None:
         from vua.capacity.listing import read_node
         from vua.capacity.removal import ImmovableError, evict_chunk, told_immovable
 

@@ -19,7 +19,7 @@ import contextlib
 import itertools
 import secrets
 import statistics
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -61,6 +61,8 @@ from vua.storage.names import (
 from vua.storage.object import FULL, ObjectStorage, parents_in, write_parents
 from vua.store.place import at
 
+_ERASED: Final = 1 << 14
+"""Chunks whose objects are deleted by one call."""
 _HELD: Final = 64
 """Most entries in memory at a time."""
 _HEADER_NBYTES: Final = 32 << 10
@@ -142,11 +144,12 @@ class StorageNamespace(NamespaceCatalog):
         del chunk, on
         raise ConfigError(f"{type(self.storage).__name__} keeps no pins")
 
-    def erase(self, chunks: Sequence[ListedChunk], done: Removal) -> None:
-        done.count(chunks)
-        done.objects = (done.objects or 0) + sum(len(one.paths) for one in chunks)
-        for path in (path for chunk in chunks for path in chunk.paths):
-            self.storage.delete(entry_at(path))
+    def erase(self, chunks: Iterable[ListedChunk], done: Removal) -> None:
+        for chunk in chunks:
+            done.count([chunk])
+            done.objects = (done.objects or 0) + len(chunk.paths)
+            for path in chunk.paths:
+                self.storage.delete(entry_at(path))
 
 
 class StorageCatalog(Catalog):
@@ -259,9 +262,11 @@ class BucketNamespace(StorageNamespace):
         (pin_in_bucket if on else unpin_in_bucket)(self.bucket_path, chunk, held)
         return len(held)
 
-    def erase(self, chunks: Sequence[ListedChunk], done: Removal) -> None:
-        done.count(chunks)
-        self._erase([key for one in chunks for key in self._keys([*one.paths, *one.marks])], done)
+    def erase(self, chunks: Iterable[ListedChunk], done: Removal) -> None:
+        rest = iter(chunks)
+        while some := list(itertools.islice(rest, _ERASED)):
+            done.count(some)
+            self._erase([key for one in some for key in self._keys([*one.paths, *one.marks])], done)
 
     def _erase(self, keys: Sequence[str], done: Removal) -> None:
         self.bucket_path.bucket.delete(keys)
