@@ -50,6 +50,17 @@ COMMANDS: list[list[str]] = [
 """Every command in one or several forms, but for `ui`, which goes on."""
 
 
+def put_prompt(
+    place: str | Path, ids: Any, *, split_factor: int = 4, layers: int = 1, heads: int = 1,
+    model: str = "m", **settings: Any,
+) -> int:  # fmt: skip
+    """Store the cache of a prompt's whole chunks; return how many were written."""
+    whole = len(ids) // split_factor * split_factor
+    cache = caches_of(layers=layers, heads=heads, tokens=whole, dim=8)
+    with VUA(VUAConfig(split_factor=split_factor, model=model, **settings), place) as vua:
+        return vua.put(torch.as_tensor(ids[:whole]), cache)
+
+
 def run(*arguments: str | Path) -> tuple[int, str, str]:
     """Run the command in this process; return exit code, stdout and stderr."""
     out, err = io.StringIO(), io.StringIO()

@@ -12,7 +12,7 @@ import torch
 
 import foreign
 from buckets import memory_url, moto, seaweedfs, speaking_to
-from commands import run, run_json
+from commands import put_prompt, run, run_json
 from helpers import DirectoryTest, caches_of, keys_of, namespace_of
 from vua.core import VUA, VUAConfig
 from vua.storage.bucket import Bucket
@@ -40,9 +40,8 @@ class BucketCliTest(DirectoryTest):
 
     def put(self, model: str, chunks: int, first: int = 0) -> None:
         """Store chunks of a model's cache, of a prompt that begins with token ``first``."""
-        with VUA(VUAConfig(split_factor=4, model=model), self.url) as vua:
-            cache = caches_of(layers=3, heads=2, tokens=4 * chunks, dim=8)
-            self.assertEqual(chunks, vua.put(first + TOKENS[: 4 * chunks], cache))
+        ids = first + TOKENS[: 4 * chunks]
+        self.assertEqual(chunks, put_prompt(self.url, ids, layers=3, heads=2, model=model))
 
     def stored(self, model: str) -> int:
         with VUA(VUAConfig(split_factor=4, model=model), self.url) as vua:

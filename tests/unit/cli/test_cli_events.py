@@ -17,11 +17,10 @@ import pytest
 import torch
 
 from buckets import memory_url
-from commands import PATIENCE_MS, TOKENS, CliTest, SocketTest, documented, run
+from commands import PATIENCE_MS, TOKENS, CliTest, SocketTest, documented, put_prompt, run
 from helpers import (
     DirectoryTest,
     Memory,
-    caches_of,
     keys_of,
     model_arrays,
     rectangle,
@@ -31,7 +30,6 @@ from helpers import (
 from vua.capacity.listing import Listing
 from vua.catalog.directory import DirectoryNamespace
 from vua.cli.events import EventSocket
-from vua.core import VUA, VUAConfig
 from vua.format.identity import Identity
 from vua.format.keys import KeyChain, token_ids
 from vua.format.layout import KVLayout, Shard
@@ -215,16 +213,12 @@ class TestBucket(unittest.TestCase):
 
         url = memory_url()
 
-        def put(tokens: int) -> None:
-            with VUA(VUAConfig(split_factor=4, model="m"), url) as vua:
-                vua.put(TOKENS[:tokens], caches_of(layers=1, heads=1, tokens=tokens, dim=8))
-
         def remove() -> None:
             bucket = Bucket.at(url)
             bucket.delete([one.key for one in bucket.walk() if f"/{KEYS[2]}/" in one.key])
 
-        put(8)
-        steps = iter([lambda: put(12), remove])
+        put_prompt(url, TOKENS[:8])
+        steps = iter([lambda: put_prompt(url, TOKENS[:12]), remove])
         reads: list[str] = []
 
         def step(_: float) -> None:

@@ -14,10 +14,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 
-from commands import run, run_json
-from helpers import DirectoryTest, Memory, caches_of, flip, keys_of, model_arrays, save_chunk
+from commands import put_prompt, run, run_json
+from helpers import DirectoryTest, Memory, flip, keys_of, model_arrays, save_chunk
 from vua.catalog.prefix import expect, order_documents
 from vua.connector.load_policy import Savings
 from vua.core import VUA, VUAConfig
@@ -43,12 +42,7 @@ class ExplainTest(DirectoryTest):
 
     def put(self, tokens: list[int], **settings: Any) -> None:
         """Store the cache of whole chunks of 4 tokens."""
-        config = VUAConfig(**{"split_factor": 4, "model": "llama", **settings})
-        length = len(tokens) // 4 * 4
-        with VUA(config, self.cache) as vua:
-            vua.put(
-                torch.tensor(tokens[:length]), caches_of(layers=2, heads=2, tokens=length, dim=8)
-            )
+        put_prompt(self.cache, tokens, layers=2, heads=2, **{"model": "llama", **settings})
 
     def tokens(self, tokens: list[int] | str) -> Path:
         path = self.root / "tokens"
@@ -427,10 +421,8 @@ class OrderTest(DirectoryTest):
 
     def put(self, *places: int, model: str = "m") -> None:
         """Store a prompt of these documents in this order, with a question at its end."""
-        ids = torch.tensor([*self.prompt(places), 7, 8, 9])
-        tokens = len(ids) // SIZE * SIZE
-        with VUA(VUAConfig(split_factor=SIZE, model=model), self.root) as vua:
-            vua.put(ids[:tokens], caches_of(layers=1, heads=1, tokens=tokens, dim=8))
+        ids = [*self.prompt(places), 7, 8, 9]
+        put_prompt(self.root, ids, split_factor=SIZE, model=model)
 
     def order(self, **more: str) -> tuple[list[int], int, str]:
         return order_documents(str(self.root), len(self.documents), self.prompt, **more)

@@ -13,11 +13,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
-from commands import documented, run, run_json
-from helpers import DirectoryTest, caches_of
-from vua.core import VUA, VUAConfig
+from commands import documented, put_prompt, run, run_json
+from helpers import DirectoryTest
 
 WORDS = [f"w{number}" for number in range(40)]
 TEMPLATE = (
@@ -54,11 +52,6 @@ class PromptTest(DirectoryTest):
         (self.model / "tokenizer_config.json").write_text(json.dumps(settings))
         (self.model / "chat_template.jinja").write_text(TEMPLATE)
 
-    def put(self, ids: list[int]) -> None:
-        with VUA(VUAConfig(split_factor=4, model="m"), self.cache) as vua:
-            whole = len(ids) // 4 * 4
-            vua.put(torch.tensor(ids[:whole]), caches_of(layers=1, heads=1, tokens=whole, dim=8))
-
     def file(self, content: object, name: str = "prompt") -> Path:
         """A file of a text, or of JSON."""
         path = self.root / name
@@ -76,7 +69,7 @@ class PromptTest(DirectoryTest):
     def test_begins(self) -> None:
         """What a chat template made keeps its one BOS; a plain text gets one, as completions do."""
         text = " ".join(WORDS[:11])
-        self.put(ids_of(text, bos=True))
+        put_prompt(self.cache, ids_of(text, bos=True))
         self.assertEqual((12, 12), self.found(text))
         self.assertEqual((12, 12), self.found(f"<s>{text}"))
         self.assertEqual((12, 12), self.found({"prompt": text}))
@@ -96,7 +89,7 @@ class PromptTest(DirectoryTest):
         ]  # fmt: skip
         request = {"messages": messages, "tools": [{"function": {"name": "w1"}}], "max_tokens": 5}
         ids = ids_of("w1 w2 w3 w4 w7 w5 w6 w39", bos=True)
-        self.put([*ids[:8], *ids_of("w38 w38 w38 w38", bos=False)])
+        put_prompt(self.cache, [*ids[:8], *ids_of("w38 w38 w38 w38", bos=False)])
         self.assertEqual((9, 8), self.found(request))
         self.assertEqual((10, 8), self.found({**request, "chat_template_kwargs": {"thinking": 1}}))
         self.assertEqual((8, 8), self.found({**request, "add_generation_prompt": False}))
@@ -115,7 +108,7 @@ class PromptTest(DirectoryTest):
 
     def test_unknown(self) -> None:
         """What may change a prompt and is not known is refused in one line, which names it."""
-        self.put(list(range(4)))
+        put_prompt(self.cache, list(range(4)))
         messages = [{"role": "user", "content": "w1"}]
         image = [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]
         for content, name, expected in (

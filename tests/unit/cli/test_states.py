@@ -18,8 +18,8 @@ from unittest import mock
 import pytest
 
 from buckets import memory_url
-from commands import COMMANDS, TOKENS, filled_in, run, served, verbs
-from helpers import DirectoryTest, caches_of, flip, until
+from commands import COMMANDS, TOKENS, filled_in, put_prompt, run, served, verbs
+from helpers import DirectoryTest, flip, until
 from tools import fill
 from vua.catalog import open_catalog
 from vua.catalog.directory import DirectoryCatalog
@@ -27,7 +27,6 @@ from vua.catalog.stored import BucketCatalog
 from vua.cli import main
 from vua.cli.events import changes, content
 from vua.cli.ui import Files, overview
-from vua.core import VUA, VUAConfig
 from vua.io import words as words_of
 from vua.security.keyring import write_key
 from vua.security.settings import Security
@@ -41,9 +40,7 @@ MANY_OF_ONE = re.compile(
 
 
 def put(place: str, chunks: int, model: str = "m", **settings: Any) -> None:
-    with VUA(VUAConfig(split_factor=4, model=model, **settings), place) as vua:
-        cache = caches_of(layers=1, heads=1, tokens=4 * chunks, dim=8)
-        vua.put(TOKENS[: 4 * chunks], cache)
+    put_prompt(place, TOKENS[: 4 * chunks], model=model, **settings)
 
 
 def empty(where: str, *, whole: bool) -> None:
