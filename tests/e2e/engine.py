@@ -227,10 +227,10 @@ def wait_for_saves(_worker: Any = None) -> None:
 
     if not has_kv_transfer_group():
         return
-    group, until = get_kv_transfer_group(), time.monotonic() + 60.0
+    group, stop_s = get_kv_transfer_group(), time.monotonic() + 60.0
     for one in getattr(group, "_connectors", [group]):  # a MultiConnector's
         worker = getattr(one, "worker", None)
-        while worker is not None and worker.saves.pending and time.monotonic() < until:
+        while worker is not None and worker.saves.pending and time.monotonic() < stop_s:
             time.sleep(0.01)
 
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import unittest
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -302,7 +301,7 @@ def check_refused(kind: Kind, engine: dict[str, Any], root: Path) -> None:
     assert stored(root) == []
 
 
-HAS_AMX = "amx_tile" in Path("/proc/cpuinfo").read_text()
+HAS_AMX = "amx_tile" in CPU
 BLOCK, LOADED = 32 if HAS_AMX else 16, 640
 DTYPE = "bfloat16" if HAS_AMX else "float32"
 """With HAS_AMX vLLM's MLA takes no weights in float32, and no shorter blocks."""
@@ -348,33 +347,3 @@ class LatentBytesTest(EngineTest):
         for name, digests in cold.items():
             found = {n for n, one in enumerate(digests) if one != other[name][n]}
             self.assertEqual(changed, found)
-
-
-HAS_AMX = "amx_tile" in Path("/proc/cpuinfo").read_text()
-BATCH = Batch([PROMPT])
-UNCACHED = "served without a stored KV cache"
-
-
-class UncachedModelsTest(EngineTest):
-    def check(self, engine: dict[str, Any], reason: str) -> None:
-        expected = self.baseline(BATCH, BATCH, engine=engine)
-
-        served = self.serve(BATCH, BATCH, engine=engine)
-
-        self.assertEqual(expected, served.tokens)
-        self.assertEqual([0, 0], served.cached)
-        self.assertEqual([], stored(self.root))
-        said = [line for line in served.log.splitlines() if UNCACHED in line]
-        self.assertEqual(1, len({line.split("] ", 1)[1] for line in said}), said)
-        self.assertIn(reason, said[0])
-
-    @unittest.skipIf(HAS_AMX, "with HAS_AMX vLLM has an MLA backend that continues prefixes")
-    @pytest.mark.thorough
-    def test_latent_attention(self) -> None:
-        """MLA on a CPU, where vLLM's reference backend cannot continue a prefix, goes without."""
-        self.check({"model": str(small("DeepseekV2")), "block_size": 16}, "MLA backend")
-
-    @pytest.mark.thorough
-    def test_cache_of_another_dtype(self) -> None:
-        """A bfloat16 cache of a float32 model: vLLM on CPUs puts a block's bytes into others."""
-        self.check({"model": str(llama()), "kv_cache_dtype": "bfloat16"}, "mixes up blocks")

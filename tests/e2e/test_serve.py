@@ -164,10 +164,11 @@ class ServeTest(ServerTest):
         paths = [f'vua_loaded_bytes_total{{{labels},path="{path}"}}' for path in ("blocks", "slab")]
         self.assertEqual(10 * CHUNK_NBYTES, sum(found.get(path, 0) for path in paths))
         complete(address, PROMPT[::-1])
-        complete(address)  # what was stored behind the last step is reported in the next one
+        written = f'vua_chunks_saved_total{{{labels},outcome="written"}}'
+        # what was stored behind a step is reported in a later one
+        until(lambda: complete(address) and scraped(address)[written] == 10)
 
         found = scraped(address)
-        self.assertEqual(10, found[f'vua_chunks_saved_total{{{labels},outcome="written"}}'])
         self.assertEqual(10 * CHUNK_NBYTES, found[f"vua_stored_bytes_total{{{labels}}}"])
         self.assertEqual(640, found[f"vua_stored_tokens_total{{{labels}}}"])
         self.assertEqual(1, found[f'vua_lookups_total{{{labels},outcome="miss"}}'])

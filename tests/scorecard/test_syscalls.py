@@ -12,14 +12,14 @@ import traceback
 import unittest
 from collections import Counter, defaultdict
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from itertools import islice, zip_longest
 from pathlib import Path
 from unittest import mock
 
 import pytest
 
-from helpers import DirectoryTest, in_child
+from helpers import DirectoryTest, in_child, walked
 from scorecard.world import (
     ROOMY,
     Operation,
@@ -262,8 +262,11 @@ class CrowdTest(DirectoryTest):
             running = [child for child in children if child not in ends]
             for child in running:  # at one moment: to look takes long
                 os.kill(child, signal.SIGSTOP)
-            paths = (path for path in root.rglob("*") if path.is_file())
-            highest = max(highest, sum(path.stat().st_size for path in paths))
+            nbytes = 0
+            for path in walked(root):
+                with suppress(FileNotFoundError):  # a call that was under way ends all the same
+                    nbytes += path.stat().st_size if path.is_file() else 0
+            highest = max(highest, nbytes)
             for child in running:
                 os.kill(child, signal.SIGCONT)
             time.sleep(0.1)

@@ -304,16 +304,6 @@ def calls_of(operation: Callable[[], object]) -> Counter[str]:
     return Counter({name: n for name, n in names.items() if not name.startswith(_NAMELESS)})
 
 
-def copied(template: Path, to: Path) -> None:
-    """Make ``to`` a fresh copy of ``template``, times included."""
-    shutil.rmtree(to, ignore_errors=True)
-    shutil.copytree(template, to, symlinks=True)
-    for path in (template, *template.rglob("*")):  # a parent's time changed while it was filled
-        status = path.lstat()
-        target = to / path.relative_to(template)
-        os.utime(target, ns=(status.st_mtime_ns, status.st_mtime_ns), follow_symlinks=False)
-
-
 _NBYTES = 16 << 10
 
 
@@ -334,7 +324,9 @@ class Operation(NamedTuple):
         return self.name == "collection" and "Error: [Errno" in text
 
     def prepare(self) -> None:
-        copied(self.template, self.world.root)
+        """Begin with a fresh copy of the template, times included."""
+        shutil.rmtree(self.world.root, ignore_errors=True)
+        shutil.copytree(self.template, self.world.root, symlinks=True)
 
 
 def operations(directory: Path) -> list[Operation]:

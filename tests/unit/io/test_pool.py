@@ -21,7 +21,7 @@ import pytest
 import torch
 
 import vua
-from helpers import SOON_S, TESTS, DirectoryTest, caches_of, in_child, kv_bits, namespace_of, until
+from helpers import SOON_S, DirectoryTest, caches_of, in_child, kv_bits, namespace_of, until
 from vua.core import VUA, VUAConfig
 from vua.io.pool import Breaker, Job, Pool
 
@@ -384,16 +384,6 @@ class TestThreads(unittest.TestCase):
                 threading._shutdown()  # type: ignore[attr-defined] # what the interpreter waits for
 
         self.assertEqual("well", in_child(put_and_exit))
-
-
-class TestInterrupts(unittest.TestCase):
-    @pytest.mark.thorough
-    def test_random_moments(self) -> None:
-        """Puts that SIGINT ends at any moment: the process ends and nothing stored is wrong."""
-        script = TESTS / "interrupts.py"
-        command = [sys.executable, script, "4"]
-        ran = subprocess.run(command, capture_output=True, text=True, check=False)
-        self.assertEqual(0, ran.returncode, ran.stdout + ran.stderr)
 
 
 class TestForks(DirectoryTest):
