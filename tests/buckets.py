@@ -46,7 +46,7 @@ class SeaweedFS:
     def __init__(self, program: str) -> None:
         self._program = program
         self.folder = Path(tempfile.mkdtemp(prefix="vua-weed-"))
-        self._ports = _free_ports(9)
+        self._ports = _free_ports(8)
         self.endpoint = f"http://127.0.0.1:{self._ports[0]}"
         self.filer = f"127.0.0.1:{self._ports[6]}.{self._ports[7]}"
         """What `weed mount` speaks to: host, port and the port of gRPC."""
@@ -62,7 +62,7 @@ class SeaweedFS:
 
     def start(self) -> None:
         """Start it on the ports and the data that it had, and wait until it answers."""
-        s3, s3_grpc, master, master_grpc, volume, volume_grpc, filer, filer_grpc, told = self._ports
+        s3, s3_grpc, master, master_grpc, volume, volume_grpc, filer, filer_grpc = self._ports
         (self.folder / "data").mkdir(exist_ok=True)
         flags = {
             "dir": self.folder / "data",
@@ -85,7 +85,6 @@ class SeaweedFS:
             "s3.port.iceberg": 0,  # these two would have the same ports in each server
             "s3.port.lance": 0,
             "s3.config": self.folder / "s3.json",
-            "metricsPort": told,
         }
         with (self.folder / "log").open("ab") as log:
             self._process = subprocess.Popen(
@@ -124,13 +123,6 @@ class SeaweedFS:
     def close(self) -> None:
         self.stop()
         shutil.rmtree(self.folder, ignore_errors=True)
-
-    def requests(self) -> int:
-        """Return how many requests of the S3 protocol it has answered, by its metrics."""
-        with request.urlopen(f"http://127.0.0.1:{self._ports[8]}/metrics", timeout=300) as answer:
-            lines = answer.read().decode().splitlines()
-        name = "SeaweedFS_s3_request_total{"
-        return sum(int(float(one.split()[-1])) for one in lines if one.startswith(name))
 
     def place(self) -> str:
         """Return the URL of an empty place in its bucket."""

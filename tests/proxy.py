@@ -38,9 +38,6 @@ QUIRKS: Final = {
 a condition, deletions of many, all deletions, or PUTs without a checksum in a header, as AWS wants
 one in a bucket with object lock. Other requests are passed on."""
 
-FLIPPED_UPLOAD: Final = "flipped upload"
-"""A harm to a request: the store receives its body with one bit flipped."""
-
 _BODY_HASH: Final = "x-amz-content-sha256"
 _POLL_S: Final = 0.05
 _STALL_S: Final = 30.0
@@ -50,8 +47,7 @@ class FaultyProxy:
     """Passes HTTP requests on, and harms some of the answers. Thread-safe; one server each.
 
     ``plan`` is asked before each request, with its number from 0 on, its method and its path, and
-    returns one of :data:`HARMS`, :data:`REFUSALS` or :data:`QUIRKS`, :data:`FLIPPED_UPLOAD`, or ""
-    for none.
+    returns one of :data:`HARMS`, :data:`REFUSALS` or :data:`QUIRKS`, or "" for none.
     """
 
     def __init__(
@@ -135,7 +131,7 @@ class _Handler(BaseHTTPRequestHandler):
             self._answer(status, [("Content-Length", str(len(text)))], text)
             return
         try:
-            status, headers, data = self._ask(_flipped(body) if harm == FLIPPED_UPLOAD else body)
+            status, headers, data = self._ask(body)
         except OSError:
             self._cut()
             return

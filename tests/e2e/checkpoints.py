@@ -180,14 +180,8 @@ def picture(seed: int) -> Any:
     return Image.fromarray(pixels)
 
 
-def make_llava(target: Path, seed: int, **changes: Any) -> None:
-    """Make a checkpoint of two layers that see what a vision tower of three layers makes.
-
-    Args:
-        target: the directory.
-        seed: of the weights.
-        changes: to its LlavaConfig.
-    """
+def make_llava(target: Path) -> None:
+    """Make a checkpoint of two layers that see what a vision tower of three layers makes."""
     import transformers
 
     vision = transformers.CLIPVisionConfig(
@@ -202,15 +196,16 @@ def make_llava(target: Path, seed: int, **changes: Any) -> None:
         projection_dim=64,
     )
     text = transformers.LlamaConfig(head_dim=32, num_key_value_heads=2, **SIZES)
-    settings = {
-        "image_seq_length": IMAGE_TOKENS,
-        "image_token_id": IMAGE_TOKEN,
-        "image_token_index": IMAGE_TOKEN,
-        "vision_feature_layer": -2,
-        "vision_feature_select_strategy": "default",
-    }
-    config = transformers.LlavaConfig(vision_config=vision, text_config=text, **settings | changes)
-    torch.manual_seed(seed)
+    config = transformers.LlavaConfig(
+        vision_config=vision,
+        text_config=text,
+        image_seq_length=IMAGE_TOKENS,
+        image_token_id=IMAGE_TOKEN,
+        image_token_index=IMAGE_TOKEN,
+        vision_feature_layer=-2,
+        vision_feature_select_strategy="default",
+    )
+    torch.manual_seed(0)
     transformers.LlavaForConditionalGeneration(config).float().save_pretrained(target)
     file = target / "model.safetensors"
     weights = {  # transformers 5 writes the vision tower without a prefix that vLLM expects

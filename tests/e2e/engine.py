@@ -215,7 +215,6 @@ def described_prompts(batch: Any) -> list[dict[str, Any]]:
     for prompt, seed in zip(prompts, batch.images, strict=False):
         if seed is not None:
             prompt["multi_modal_data"] = {"image": picture(seed)}
-            prompt["mm_processor_kwargs"] = batch.processor
     for prompt, name in zip(prompts, batch.image_names, strict=False):
         prompt["multi_modal_uuids"] = {"image": name}
     return prompts

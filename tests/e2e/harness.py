@@ -87,8 +87,6 @@ class Batch:
     """Per prompt the seed of the picture that it holds; empty: none has one."""
     image_names: Sequence[str] = ()
     """Per prompt the name that the client gives to its picture; empty: none has one."""
-    processor: dict[str, Any] = field(default_factory=dict)
-    """Settings of the picture's processor for these requests."""
     pooled: bool = False
     """The engine gives a vector for each prompt instead of tokens."""
     hints: Sequence[dict[str, Any]] = ()
@@ -289,9 +287,9 @@ def make(at: Path, model_type: str, **config: Any) -> Path:
     return at
 
 
-def make_llava(at: Path, *, seed: int = 0, **changes: Any) -> Path:
+def make_llava(at: Path) -> Path:
     """Make a checkpoint that takes pictures, see `checkpoints.make_llava`."""
-    driver().called(partial(checkpoints.make_llava, **changes), at, seed)
+    driver().called(checkpoints.make_llava, at)
     return at
 
 

@@ -25,7 +25,7 @@ from e2e.harness import PROMPT, Batch, EngineTest, Phase, Served, run
 from helpers import DirectoryTest, caches_of, kv_bits
 from proxy import FaultyProxy
 from small_models import make_model
-from vua import VUA, NotWritableError, VUAConfig, VUAError
+from vua import VUA, VUAConfig, VUAError
 from vua.format.entry import ENCRYPTED
 from vua.format.parse import parse_entry
 from vua.security.keyring import tenant_of, write_key
@@ -329,22 +329,6 @@ class PolicyTest(unittest.TestCase):
                     code, _, problem = command(*words)
                     self.assertEqual(2, code)
                     self.assertRegex(problem, rf"{user.url}.*refused .*AccessDenied.*{action}")
-
-    def test_reading_only(self) -> None:
-        """Who may only read goes on reading, however many saves and renewals are refused."""
-        with User.here() as user:
-            key = self.stored_by(user)
-            user.allow(policies()[1])
-            with user.enforced():
-                before = user.entries()
-                for first in (100, 200, 300, 400):
-                    with self.assertRaisesRegex(NotWritableError, "s3:PutObject"):
-                        user.save(first)
-                for _ in range(4):
-                    self.assertFalse(Bucket.at(user.url).try_renew(key))
-                user.lookup()
-                user.load()
-                self.assertEqual(before, user.entries())
 
 
 CHUNK = 16
