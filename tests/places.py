@@ -354,24 +354,6 @@ def _each_file(harm: Callable[[Path], object]) -> Callable[[Place], None]:
 once("files of another user", _each_file(lambda path: os.chown(path, _UID, _GID)))
 
 
-@situation("chmod refused")
-def chmod_refused(place: Place) -> Iterator[str | None]:
-    """Root's directory, in which the process's group may write."""
-    place.folder.chmod(0o755)
-    os.chown(place.root, 0, _GID)
-    place.root.chmod(0o2770)
-    os.environ["HOME"] = str(place.folder)
-    become(_UID, _GID)
-    yield None
-
-
-@situation("umask 0177")
-def umask(place: Place) -> Iterator[str | None]:
-    """Directories would not be searchable."""
-    os.umask(0o177)
-    yield None
-
-
 @situation("relative path, chdir")
 def chdir(place: Place) -> Iterator[str | None]:
     """The process goes elsewhere."""
@@ -627,18 +609,3 @@ def refusing_bucket(_bucket: Any, proxy: Any) -> None:
 @bucket("a bucket with object lock")
 def locked_bucket(_bucket: Any, proxy: Any) -> None:
     proxy.plan = lambda *_: "locked"
-
-
-def become(uid: int, gid: int) -> None:
-    """Be another user, who may read all files (Python's, too) but change the modes of own ones."""
-    libc, caps = ctypes.CDLL(None, use_errno=True), 1 << 1 | 1 << 2  # DAC_OVERRIDE, DAC_READ_SEARCH
-    libc.prctl(8, 1, 0, 0, 0)  # PR_SET_KEEPCAPS
-    os.setgroups([gid])
-    os.setgid(gid)
-    os.setuid(uid)
-    header, data = (ctypes.c_uint32 * 2)(0x20080522, 0), (ctypes.c_uint32 * 6)(caps, caps, caps)
-    kept = libc.capset(header, data) == 0
-    for one in (1, 2):  # PR_CAP_AMBIENT, PR_CAP_AMBIENT_RAISE: programs keep them
-        kept = kept and libc.prctl(47, 2, one, 0, 0) == 0
-    if not kept:
-        raise NotRunError("capabilities cannot be kept")
