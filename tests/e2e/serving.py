@@ -123,13 +123,6 @@ def transfer(**settings: str) -> list[str]:
     return ["--kv-transfer-config", json.dumps(extra | settings)]
 
 
-def command() -> list[str]:
-    """The command as a checkout has it, or the same module."""
-    script = SOURCE.parent / "bin" / "vua-vllm"
-    start = [str(script)] if script.exists() else [sys.executable, "-m", "vua.vllm.serve"]
-    return [*start, "serve"]
-
-
 def environment() -> dict[str, str]:
     """The tests' environment, with vLLM's engine in a process of its own, as is usual."""
     path = os.pathsep.join(filter(None, [str(SOURCE), os.environ.get("PYTHONPATH", "")]))
