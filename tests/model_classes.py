@@ -168,8 +168,8 @@ ROWS = (
         *("full attention", "Llama, Qwen", "sglang", CANONICAL, "CPU"),
         {
             "restart": "tests/e2e/test_sglang.py::SGLangTest::test_restart",
-            "damage": "tests/e2e/test_sglang.py::SGLangTest::test_damage",
-            "noise": "tests/e2e/test_sglang.py::SGLangTest::test_control",
+            "damage": "tests/e2e/test_sglang.py::PlainTest::test_damage",
+            "noise": "tests/e2e/test_sglang.py::PlainTest::test_control",
         },
     ),
     *_architectures(),

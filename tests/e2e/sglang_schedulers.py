@@ -66,8 +66,13 @@ class Engine:
             time.sleep(0.002)
         scheduler.last_batch = batch
 
-    def ask(self, ids: list[int], new: int, lora: str | None = None, **fields: Any) -> Any:
-        """Generate greedily, and wait until what was computed is stored."""
+    def ask(
+        self, ids: list[int], new: int, lora: str | None = None, until: int = 0, **fields: Any
+    ) -> Any:
+        """Generate greedily, and wait until what was computed is stored.
+
+        ``until``: ask again until so many tokens come from the storage.
+        """
         from sglang.srt.managers.io_struct import TokenizedGenerateReqInput
         from sglang.srt.sampling.sampling_params import SamplingParams
 
@@ -97,6 +102,8 @@ class Engine:
         while not request.finished() and time.monotonic() < deadline:
             self.step()
         self.forget()
+        if request.cached_tokens_storage < until and time.monotonic() < deadline:
+            return self.ask(ids, new, lora, until, **fields)
         return {"tokens": list(request.output_ids), "stored": request.cached_tokens_storage}
 
     def forget(self) -> None:
@@ -119,7 +126,7 @@ class Engine:
 
 def answers(
     arguments: dict[str, Any],
-    steps: Sequence[dict[str, Any]],
+    steps: Sequence[Any],
     change: str,
     variables: dict[str, str],
 ) -> list[Any]:
@@ -133,7 +140,9 @@ def answers(
         getattr(importlib.import_module("e2e.sglang_hooks"), change)()
     engine = Engine(arguments)
     return [
-        engine.update(step["update"])
+        step()
+        if callable(step)
+        else engine.update(step["update"])
         if "update" in step
         else engine.ask(step["ask"], **{name: step[name] for name in step if name != "ask"})
         for step in steps

@@ -134,14 +134,14 @@ class Schedulers(Forker):
     def run(
         self,
         arguments: dict[str, Any],
-        *steps: dict[str, Any],
+        *steps: Any,
         change: str = "",
         **variables: str,
     ) -> list[dict[str, Any]]:
         """What a server with these arguments and variables answers to each step.
 
-        A step is ``{"ask": ids, "new": 8, ...}`` or ``{"update": folder}``. ``change``: a function
-        of `sglang_hooks`, which changes the engine.
+        A step is ``{"ask": ids, "new": 8, ...}``, ``{"update": folder}`` or a function to call.
+        ``change``: a function of `sglang_hooks`, which changes the engine.
 
         Raises AssertionError: it does not start, or a step fails.
         """

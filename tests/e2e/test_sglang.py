@@ -6,17 +6,18 @@ import json
 import shutil
 import tempfile
 import unittest
+from collections.abc import Callable
+from functools import cache, partial
 from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
 
 from e2e.checkpoints import SIZES, copied, generate, scaled
-from e2e.damage import CHUNK, chunk_files, flip, stored, vanish
+from e2e.damage import CHUNK, chunk_files, flip, stored
 from e2e.harness import Batch, Phase, Served, llama, make, models, run, tokens
 from e2e.kinds import strong_adapter
 from e2e.sglang_server import (
-    Answer,
     Schedulers,
     Server,
     extra_config,
@@ -26,195 +27,74 @@ from e2e.sglang_server import (
 )
 
 OURS = "VUAHiCacheStorage"
-NEW = 6
+MORE = 8
 CHUNKS = 5
+LONG = 7  # chunks
+WHOLE = LONG * CHUNK
+REST = 30
+WINDOW = 2  # chunks
+TROUBLED = {
+    "module_path": "e2e.sglang_hooks",
+    "class_name": "TroubledStorage",
+    "timeouts": {"io_s": 2.0, "lookup_s": 60.0},
+}
 
 
-def prompt(seed: int) -> list[int]:
-    """Five chunks, and a few tokens of a sixth."""
-    return tokens(CHUNKS * CHUNK + 15, seed)
+def long_prompt(seed: int) -> list[int]:
+    return tokens(WHOLE + REST, seed)
 
 
-def by_vllm(root: Path, prompts: list[list[int]], new: int) -> Served:
+def by_vllm(root: Path, *prompts: list[int]) -> Served:
     """Generate with vLLM, which loads what is stored and stores the prompts."""
-    (served,) = run(Phase([Batch(prompts, max_tokens=new)], root=root))
+    (served,) = run(Phase([Batch(prompts, max_tokens=MORE)], root=root))
     return served
 
 
 @pytest.mark.vllm
 @needs_sglang
 class SGLangTest(unittest.TestCase):
-    server: ClassVar[Server]
-    root: ClassVar[Path]
-
-    @classmethod
-    def setUpClass(cls) -> None:
-        """One server for all tests, each with prompts of its own."""
-        cls.root = Path(tempfile.mkdtemp(prefix="vua-test-"))
-        cls.addClassCleanup(shutil.rmtree, cls.root, ignore_errors=True)
-        cls._start()
-        cls.addClassCleanup(cls._close)
-
-    @classmethod
-    def _close(cls) -> None:
-        cls.server.close()  # the latest one
-
-    @classmethod
-    def _start(cls) -> None:
-        words, extra = ("--dtype", "float32", "--enable-metrics"), extra_config(cls.root)
-        cls.server = Server(llama(), *words, backend="dynamic", extra=extra)
-
-    def _restart(self) -> None:
-        self.server.close()
-        self._start()
+    """A server, asked over HTTP."""
 
     def setUp(self) -> None:
-        """Nothing of other tests is in the server's memory."""
-        self.server.forget()
+        self.root = Path(tempfile.mkdtemp(prefix="vua-test-"))
+        self.addCleanup(shutil.rmtree, self.root, ignore_errors=True)
 
-    def fill(self, ids: list[int], root: Path | None = None, **more: Any) -> Answer:
-        """Have a prompt computed and stored; its tokens are what every other way has to give."""
-        root = root or self.root
-        before = len(stored(root))
-        answer = self.server.ask(ids, new=NEW, **more)
-        self.assertEqual(0, answer.cached)
-        wait_until("the prompt's chunks", lambda: len(stored(root)) >= before + CHUNKS)
-        self.server.forget()
-        return answer
+    def start(self) -> Server:
+        words = ("--dtype", "float32", "--enable-metrics")
+        server = Server(llama(), *words, backend="dynamic", extra=extra_config(self.root))
+        self.addCleanup(server.close)
+        return server
 
-    def assert_loaded(self, answer: Answer, tokens: list[int], chunks: int = CHUNKS) -> None:
-        """Assert that so many chunks came from VUA and the tokens are these."""
-        self.assertEqual((chunks * CHUNK, tokens), (answer.stored, answer.tokens))
-        if chunks:
-            self.assertEqual(OURS, answer.backend)
+    def ask(self, server: Server, ids: list[int], **more: Any) -> tuple[int, list[int]]:
+        """How many tokens came from VUA, and what the server says; nothing is in its memory."""
+        server.forget()
+        answer = server.ask(ids, new=MORE, **more)
+        self.assertEqual(OURS if answer.stored else "", answer.backend)
+        return answer.stored, answer.tokens
 
     def test_restart(self) -> None:
-        """What one server stored another one loads; each says how much came from the storage."""
-        self.fill(prompt(12))
-        self.server.attach("dynamic", extra_config(self.root))  # no other setup than at its start
-        ids = prompt(1)
-        cold = self.fill(ids)
-        again = self.server.ask(ids, new=NEW)
-        self.assert_loaded(again, cold.tokens)
-        own = self.server.ask(ids, new=NEW)  # in its own memory now
-        self.assertEqual((CHUNKS * CHUNK, 0), (own.cached, own.stored))
+        """What one server stored another one loads, for the same salt; both metrics count it."""
+        server, ids = self.start(), long_prompt(1)
+        (stored, said), (salted, _) = self.ask(server, ids), self.ask(server, ids, cache_salt="one")
+        self.assertEqual((0, 0), (stored, salted))
+        self.assertEqual((WHOLE, said), self.ask(server, ids))
+        own = server.ask(ids, new=MORE)  # in its own memory now
+        self.assertEqual((WHOLE, 0), (own.cached, own.stored))
+        server.close()
 
-        self._restart()
-
-        self.assert_loaded(self.server.ask(ids, new=NEW), cold.tokens)
-
-    def test_salt(self) -> None:
-        """A prompt with a salt is stored for that salt alone."""
-        ids = prompt(2)
-        cold = self.fill(ids, cache_salt="one")
-        for salt, chunks in (("one", CHUNKS), ("other", 0)):
-            answer = self.server.ask(ids, new=NEW, cache_salt=salt)
-            self.assert_loaded(answer, cold.tokens, chunks)
-        self.server.forget()
-        self.assert_loaded(self.server.ask(ids, new=NEW), cold.tokens, 0)
-
-    def test_vllm(self) -> None:
-        """SGLang loads what vLLM stored after one comparison; vLLM nothing of SGLang's."""
-        one, other = prompt(5), prompt(15)
-        served = by_vllm(self.root, [one, other], NEW)
-        for ids, said, chunks in zip((one, other), served.tokens, (0, CHUNKS), strict=True):
-            self.assert_loaded(self.server.ask(ids, new=NEW), said, chunks)
-            self.server.forget()
-        ids = prompt(6)
-        cold = self.fill(ids)
-        served = by_vllm(self.root, [ids], NEW)
-        loaded = served.counts.get("tokens_loaded", 0)
-        self.assertEqual((0, cold.tokens), (loaded, served.tokens[0]))
-
-    def test_damage(self) -> None:
-        """Damaged and deleted chunks are computed again, with the same tokens, and healed."""
-        ids = prompt(7)
-        cold = self.fill(ids)
-        for harm in (flip, vanish):
-            with self.subTest(harm.__name__):
-                for at in (2, 4):
-                    (file,) = chunk_files(self.root, ids, at)
-                    harm(file)
-                self.assert_loaded(self.server.ask(ids, new=NEW), cold.tokens, 2)
-                wait_until("healing", lambda: self._sound(ids))
-                self.server.forget()
-                self.assert_loaded(self.server.ask(ids, new=NEW), cold.tokens)
-                self.server.forget()
-
-    def _sound(self, ids: list[int]) -> bool:
-        return all(chunk_files(self.root, ids, at) for at in range(CHUNKS))
-
-    def test_trouble(self) -> None:
-        """With a full disk and with storage that hangs requests are served, and it goes on."""
-        root = self.root.with_name(f"{self.root.name}-trouble")
-        self.addCleanup(shutil.rmtree, root, ignore_errors=True)
-        extra = extra_config(
-            root,
-            module_path="e2e.sglang_hooks",
-            class_name="TroubledStorage",
-            timeouts={"io_s": 2.0, "lookup_s": 60.0},
-        )
-        self.server.attach("dynamic", extra)
-        self.addCleanup(self.server.attach, "dynamic", extra_config(self.root))
-        ids = prompt(8)
-        cold = self.fill(ids, root)
-        for trouble in ("full", "hang"):
-            with self.subTest(trouble):
-                (root / trouble).touch()
-                other = prompt(80 + len(trouble))
-                first = self.server.ask(other, new=NEW)
-                self.server.forget()
-                self.assertEqual(first.tokens, self.server.ask(other, new=NEW).tokens)
-                answer = self.server.ask(ids, new=NEW)
-                self.assertEqual(cold.tokens, answer.tokens)
-                self.assertEqual(0 if trouble == "hang" else CHUNKS * CHUNK, answer.stored)
-                self.server.forget()
-                (root / trouble).unlink()
-                wait_until("the storage's use", lambda: self._uses_storage(ids))
-
-    def _uses_storage(self, ids: list[int]) -> bool:
-        found = self.server.ask(ids, new=1).stored
-        self.server.forget()
-        return found == CHUNKS * CHUNK
-
-    def test_control(self) -> None:
-        """SGLang's own ``file`` backend gives the same tokens; it says by its name that it did."""
-        folder = Path(tempfile.mkdtemp(prefix="vua-test-"))
-        self.addCleanup(shutil.rmtree, folder, ignore_errors=True)
-        ids = prompt(9)
-        cold = self.fill(ids)
-        extra = {"prefetch_threshold": CHUNK, "file_storage_path": str(folder)}
-        self.server.attach("file", json.dumps(extra))
-        self.addCleanup(self.server.attach, "dynamic", extra_config(self.root))
-        self.assertEqual(cold.tokens, self.server.ask(ids, new=NEW).tokens)
-        self.server.forget()
-        answer = self.server.ask(ids, new=NEW)
-        self.assertEqual(
-            (CHUNKS * CHUNK, "HiCacheFile", cold.tokens),
-            (answer.stored, answer.backend, answer.tokens),
-        )
-
-    def test_metrics(self) -> None:
-        """The server's metrics count what came from the storage, SGLang's own and VUA's."""
-        ids = prompt(11)
-        self.fill(ids)
-        self.server.ask(ids, new=NEW)
+        server = self.start()
+        for salt, found in ((None, WHOLE), ("one", WHOLE), ("other", 0)):
+            self.assertEqual((found, said), self.ask(server, ids, cache_salt=salt))
         for name in ("sglang:prefetched_tokens_total", "vua_loaded_tokens_total"):
-            wait_until(name, lambda name=name: self._metric(name) >= CHUNKS * CHUNK)
+            wait_until(name, lambda name=name: self.metric(server, name) >= 2 * WHOLE)
 
-    def _metric(self, name: str) -> float:
-        lines = self.server.call("GET", "/metrics").splitlines()
+    def metric(self, server: Server, name: str) -> float:
+        lines = server.call("GET", "/metrics").splitlines()
         found = [line for line in lines if line.startswith((f"{name} ", f"{name}{{"))]
         return sum(float(line.rpartition(" ")[2]) for line in found)
 
 
-WINDOW = 2  # chunks
-LONG = 7
-WHOLE = LONG * CHUNK
-REST = 30
-MORE = 8
-
-
+@cache
 def mellum() -> Path:
     """A random model with two layers that have a sliding window, and one that has none."""
     settings = {
@@ -226,10 +106,6 @@ def mellum() -> Path:
         "sliding_window": WINDOW * CHUNK,
     }
     return make(models() / "mellum", "mellum", **SIZES | settings)
-
-
-def long_prompt(seed: int) -> list[int]:
-    return tokens(WHOLE + REST, seed)
 
 
 @needs_sglang
@@ -247,47 +123,42 @@ class SchedulersTest(unittest.TestCase):
         cls.addClassCleanup(cls.sglang.close)
 
 
-@pytest.mark.thorough
-class WindowsTest(SchedulersTest):
-    """A model with windows; each test has prompts of its own."""
+class Events:
+    """What prompts meet, under two models; mixed into tests, each of which has its own prompts."""
 
-    model: ClassVar[Path]
+    model: ClassVar[Callable[[], Path]]
+    kind: ClassVar[str]
+    """How the names of files begin without which nothing behind them is loaded."""
 
-    @classmethod
-    def setUpClass(cls) -> None:
-        super().setUpClass()
-        cls.model = mellum()
-
-    def ask(self, *prompts: list[int]) -> list[dict[str, Any]]:
+    def ask(self, *prompts: Any, **server: Any) -> list[Any]:
         """What a fresh server answers to prompts; what it computes is stored before the next."""
-        steps = [{"ask": ids, "new": MORE} for ids in prompts]
-        return self.sglang.run(scheduler_arguments(self.model, self.root), *steps)
+        steps = [{"ask": one, "new": MORE} if isinstance(one, list) else one for one in prompts]
+        model = type(self).model()
+        said = self.sglang.run(scheduler_arguments(model, self.root, **server), *steps)
+        return [(one["stored"], one["tokens"]) for one in said if one]
 
-    def window(self, ids: list[int], at: int) -> list[Path]:
-        """The files of a chunk's layers with a sliding window."""
-        name = f"w{WINDOW * CHUNK}."
-        return [file for file in chunk_files(self.root, ids, at) if file.name.startswith(name)]
+    def files(self, ids: list[int], at: int) -> list[Path]:
+        found = chunk_files(self.root, ids, at)
+        return [file for file in found if file.name.startswith(self.kind)]
 
     def test_loaded(self) -> None:
-        """A prompt comes back with its window; its end behind another one goes on otherwise."""
+        """A prompt comes back; its end behind another one goes on otherwise."""
         ids = long_prompt(1)
-        cold, warm = self.ask(ids, ids)
-        self.assertEqual([0, WHOLE], [cold["stored"], warm["stored"]])
-        windows = [bool(self.window(ids, at)) for at in range(LONG)]
-        self.assertTrue(all(windows[-WINDOW:]), windows)
-        again, other = self.ask(ids, [*long_prompt(2)[:-REST], *ids[-REST:]])
-        self.assertEqual([WHOLE, 0], [again["stored"], other["stored"]])
-        self.assertEqual([cold["tokens"]] * 2, [warm["tokens"], again["tokens"]])
-        self.assertNotEqual(cold["tokens"], other["tokens"])
+        (cold, said), warm = self.ask(ids, ids)
+        self.assertEqual((0, (WHOLE, said)), (cold, warm))
+        there = [bool(self.files(ids, at)) for at in range(LONG)]
+        self.assertTrue(all(there[-WINDOW:]), there)
+        again, (other, otherwise) = self.ask(ids, [*long_prompt(2)[:-REST], *ids[-REST:]])
+        self.assertEqual(((WHOLE, said), 0), (again, other))
+        self.assertNotEqual(said, otherwise)
 
     def test_longer(self) -> None:
         """A prompt that goes on behind another one loads it; both ends are there from then on."""
         ids = long_prompt(3)
         longer = [*ids[:-REST], *long_prompt(4)]
-        answers = self.ask(ids, longer, longer, ids)
-        self.assertEqual([0, WHOLE, 2 * WHOLE, WHOLE], [one["stored"] for one in answers])
-        self.assertEqual(answers[1]["tokens"], answers[2]["tokens"])
-        self.assertEqual(answers[0]["tokens"], answers[3]["tokens"])
+        first, second, again, short = self.ask(ids, longer, longer, ids)
+        self.assertEqual((0, WHOLE), (first[0], second[0]))
+        self.assertEqual([(2 * WHOLE, second[1]), (WHOLE, first[1])], [again, short])
 
     def test_transformers(self) -> None:
         """Transformers loads what SGLang stored.
@@ -295,22 +166,65 @@ class WindowsTest(SchedulersTest):
         It compares the last chunk, for which it needs the window before that one.
         """
         ids = long_prompt(6)
-        cold, _ = self.ask(ids, ids[:-CHUNK])
-        loaded, tokens = generate(self.model, self.root, ids, new=MORE)
-        self.assertEqual((WHOLE, cold["tokens"]), (loaded, tokens))
+        (_, said), _ = self.ask(ids, ids[:-CHUNK])
+        self.assertEqual((WHOLE, said), generate(type(self).model(), self.root, ids, new=MORE))
 
-    def test_harm(self) -> None:
-        """Without a whole window nothing behind it is loaded; it is stored again."""
+    def test_damage(self) -> None:
+        """Damaged and deleted chunks are computed again, with the same tokens, and healed."""
         ids = long_prompt(7)
-        [cold] = self.ask(ids)
+        [(_, said)] = self.ask(ids)
         for harm in (flip, Path.unlink):
             with self.subTest(harm.__name__):
                 for at in range(LONG):
-                    for file in self.window(ids, at):
+                    for file in self.files(ids, at):
                         harm(file)
-                answers = self.ask(ids, ids)
-                self.assertEqual([0, WHOLE], [one["stored"] for one in answers])
-                self.assertEqual([cold["tokens"]] * 2, [one["tokens"] for one in answers])
+                self.assertEqual([(0, said), (WHOLE, said)], self.ask(ids, ids))
+
+
+@pytest.mark.thorough
+class WindowsTest(Events, SchedulersTest):
+    model, kind = mellum, f"w{WINDOW * CHUNK}."
+
+
+@pytest.mark.vllm
+class PlainTest(Events, SchedulersTest):
+    model, kind = llama, "l"
+
+    def test_vllm(self) -> None:
+        """SGLang loads what vLLM stored after one comparison; vLLM nothing of SGLang's."""
+        one, other, own = map(long_prompt, (8, 9, 10))
+        first, second = by_vllm(self.root, one, other).tokens
+        self.assertEqual([(0, first), (WHOLE, second)], self.ask(one, other))
+        [(_, said)] = self.ask(own)
+        served = by_vllm(self.root, own)
+        self.assertEqual(([0], [said]), (served.cached, served.tokens))
+
+    def test_control(self) -> None:
+        """SGLang's own ``file`` backend gives the same tokens."""
+        ids = long_prompt(11)
+        [(_, said)] = self.ask(ids)
+        extra = {"prefetch_threshold": CHUNK, "file_storage_path": str(self.root.parent / "file")}
+        given = {"hicache_storage_backend": "file"}
+        given["hicache_storage_backend_extra_config"] = json.dumps(extra)
+        self.assertEqual([(0, said), (WHOLE, said)], self.ask(ids, ids, **given))
+
+    def test_trouble(self) -> None:
+        """With a full disk and with storage that hangs requests are served, and it goes on."""
+        ids, others = long_prompt(12), [long_prompt(13), long_prompt(14)]
+        extra = {"hicache_storage_backend_extra_config": extra_config(self.root, **TROUBLED)}
+        expected = [said for _, said in self.ask(ids, *others)]
+        shutil.rmtree(self.root)
+        self.root.mkdir()
+        steps: list[Any] = [ids]
+        for trouble, other in zip(("full", "hang"), others, strict=True):
+            begin, end = (partial(one, self.root / trouble) for one in (Path.touch, Path.unlink))
+            steps += [begin, other, other, ids, end, {"ask": ids, "new": MORE, "until": WHOLE}]
+        found = self.ask(*steps, **extra)
+        first, second = others
+        asked = [ids, first, first, ids, ids, second, second, ids, ids]
+        answers = dict(zip(map(tuple, (ids, *others)), expected, strict=True))
+        self.assertEqual([answers[tuple(one)] for one in asked], [said for _, said in found])
+        self.assertEqual([WHOLE, WHOLE, 0, WHOLE], [found[at][0] for at in (3, 4, 7, 8)])
 
 
 PROMPT = tokens(CHUNKS * CHUNK + 5, seed=1)
