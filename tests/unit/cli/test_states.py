@@ -279,6 +279,8 @@ class MemoryTest(DirectoryTest):
     def test_all(self) -> None:
         """Every tool that looks at all chunks, with 2,048 of them and with 4,096."""
         few, many = 2048, 4096
+        # a sweep keeps 65,536 victims at most: fewer than there are chunks, here too
+        self.enterContext(mock.patch("vua.capacity.evictor._VICTIMS", 1024))
         fill(self.root, few)
         tools = self.commands()
         with Path(os.devnull).open("w", encoding="utf-8") as sink, redirect_stdout(sink):
