@@ -2,8 +2,8 @@
 
 A bucket has no times of use, and listing it costs requests. So nothing is evicted here: the
 bucket's lifecycle rule deletes old objects, see docs/object-stores.md. ``bounds.json`` is there as
-in a directory; its ``ttl_s`` is the life of an object. It counts from the write: what is used on is
-computed and stored once more in that time, which costs about as much as copies that keep it young.
+in a directory; its ``ttl_s`` is the life of an object, from its write. A chunk that is still used
+after that is computed and stored again, which costs about as much as copies that keep it young.
 """
 
 from __future__ import annotations
