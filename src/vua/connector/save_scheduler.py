@@ -390,7 +390,7 @@ class SaveScheduler:
         are shared.
         """
         known = [self._ordered.get((group, name)) for name in _names(keys)]
-        if not any(known):
+        if state.failed or not any(known):  # what was stored may be damaged since
             return keys
 
         since_s = state.lookup.asked_s - self._patience_s
