@@ -125,7 +125,6 @@ _calls = bind(
         "preadv_cached": (HELD, "preadv2", [*_vector_args, ctypes.c_int], ctypes.c_ssize_t),
     }
 )
-_address_of, _byte_at = ctypes.addressof, ctypes.c_char.from_buffer
 
 _view_from_memory = ctypes.pythonapi.PyMemoryView_FromMemory
 _view_from_memory.argtypes = [ctypes.c_void_p, ctypes.c_ssize_t, ctypes.c_int]
@@ -149,18 +148,15 @@ def allocate(fd: int, nbytes: int) -> None:
         _calls["fallocate"](fd, 0, 0, nbytes)
 
 
-def preadv_cached(fd: int, views: Sequence[memoryview], offset: int) -> int:
-    """Read what is in the page cache into ``views``; keeps the GIL, see :mod:`vua.io.posix`.
+def preadv_cached(fd: int, rows: npt.NDArray[np.uint64], offset: int) -> int:
+    """Read what is in the page cache into ``rows``, addresses and lengths, contiguous ``[n, 2]``.
 
-    Returns the bytes read, possibly fewer than wanted; -1 if nothing can be read without waiting.
+    Keeps the GIL, see :mod:`vua.io.posix`. Returns the bytes read, possibly fewer than wanted; -1
+    if nothing can be read without waiting.
     """
     if "preadv_cached" not in _calls:
         return -1
-    flat: list[int] = []
-    for view in views:
-        flat += _address_of(_byte_at(view)), len(view)
-    iovecs = (ctypes.c_size_t * len(flat))(*flat)
-    return int(_calls["preadv_cached"](fd, iovecs, len(views), offset, _RWF_NOWAIT))
+    return int(_calls["preadv_cached"](fd, rows.ctypes.data, len(rows), offset, _RWF_NOWAIT))
 
 
 def move_all(

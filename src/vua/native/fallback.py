@@ -46,6 +46,8 @@ from vua.native.transfer import (
     Transfer,
     WriteOptions,
     blocks_of,
+    cuts_of,
+    rows_of,
 )
 
 _CHECK_DIGITS: Final = 16
@@ -168,17 +170,23 @@ def read_entry(
     :func:`vua.native.entries.read_entries`. Raises OSError (FileNotFoundError...), UntrustedError,
     CorruptEntryError for a wrong length.
     """
-    plan, cached = transfer.plan, directory.local
+    plan, slot, kept = transfer.plan, place + file, _discarded(transfer, into, file)
+    header, discard = into.headers[file], kept.ctypes.data
     fd, status = open_plain(directory, path)
     try:
         into.inodes[file] = status.inode
         if status.nbytes != plan.file_nbytes:
             raise CorruptEntryError(f"{status.nbytes} bytes long, expected {plan.file_nbytes}")
-        pieces = _read_pieces(transfer, place + file, into, file)
-        for offset, nbytes, block, header, parts in pieces:
-            views = _views(header, parts)
-            cached = cached and preadv_cached(fd, views, offset) == nbytes
-            if not cached and move_all(os.preadv, fd, views, offset) != nbytes:
+        rows = None  # unless the page cache may have them all
+        if directory.local:
+            rows, edges = rows_of(transfer, slot, discard), cuts_of(transfer).edges
+            rows[0] = header.ctypes.data, plan.header_nbytes
+        for offset, nbytes, block, opening, parts in _pieces(transfer, slot, header, discard):
+            if rows is not None:
+                its_rows = rows[0 if opening else edges[block] : edges[block + len(parts)]]
+                if preadv_cached(fd, its_rows, offset) != nbytes:
+                    rows = None
+            if rows is None and move_all(os.preadv, fd, _views(opening, parts), offset) != nbytes:
                 raise CorruptEntryError(f"ends inside bytes {offset}..{offset + nbytes}")
             into.digests[file, block : block + len(parts)] = digests_of(parts)
     finally:
@@ -199,10 +207,11 @@ def _pieces(
         yield offset, nbytes, block, opening, list(islice(blocks, stop - block))
 
 
-def _read_pieces(transfer: Transfer, place: int, into: Headers, file: int) -> Iterator[_Piece]:
-    discard = into.discard
-    kept = np.empty(transfer.plan.discard_nbytes, np.uint8) if discard is None else discard[file]
-    yield from _pieces(transfer, place, into.headers[file], kept.ctypes.data)
+def _discarded(transfer: Transfer, into: Headers, file: int) -> npt.NDArray[np.uint8]:
+    if into.discard is None:
+        return np.empty(transfer.plan.discard_nbytes, np.uint8)
+    kept: npt.NDArray[np.uint8] = into.discard[file]
+    return kept
 
 
 def _views(header: Sequence[memoryview], parts: Iterable[Sequence[memoryview]]) -> list[memoryview]:
@@ -224,7 +233,9 @@ def fill_entry(
     transfer: Transfer, place: int, into: Headers, file: int, data: memoryview, offset: int
 ) -> None:
     """Put bytes where they belong; see :func:`vua.native.entries.fill_entry`."""
-    for start, nbytes, block, header, parts in _read_pieces(transfer, place, into, file):
+    kept = _discarded(transfer, into, file)
+    pieces = _pieces(transfer, place, into.headers[file], kept.ctypes.data)
+    for start, nbytes, block, header, parts in pieces:
         if not offset <= start <= start + nbytes <= offset + len(data):
             continue
         at = start - offset

@@ -5,8 +5,8 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
-from typing import Final, TypeAlias
+from itertools import accumulate, chain, pairwise
+from typing import Final, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -24,9 +24,18 @@ KINDS: Final = 0x80
 FAILED, PRESENT, WRITTEN = 0, 1, 2
 """Outcome per file: not written or not tried; existed before; written now."""
 
-Cuts: TypeAlias = tuple[dict[int, tuple[int, int]], list[list[tuple[int, slice]]]]
-"""By array the first address and the bytes of all extents, without a segment's offset; and per
-checksum block the array of each extent, and which of these bytes it is."""
+
+class Cuts(NamedTuple):
+    """Where the parts of checksum blocks lie, without a segment's offset."""
+
+    windows: dict[int, tuple[int, int]]
+    """By array the first address and the bytes of all parts."""
+    blocks: list[list[tuple[int, slice]]]
+    """Per block the array of each part, and which of these bytes it is."""
+    parts: npt.NDArray[np.uint64]
+    """The parts of all blocks: array, address and bytes, ``[parts, 3]``."""
+    edges: list[int]
+    """The first row of each block in :func:`rows_of`, and the end."""
 
 
 class Headers(ctypes.Structure):
@@ -222,6 +231,8 @@ class Transfer(ctypes.Structure):
         ]
         self.cuts: Cuts | None = None
         """What :func:`blocks_of` computes once per transfer."""
+        self.rows: tuple[range, npt.NDArray[np.uint64]] | None = None
+        """What :func:`rows_of` has computed, and of which chunks."""
         super().__init__(*(xxh3 or (0, 0, 0)), *plan.tables)
         arrays = zip(self.bases, memory.head_stride, self.offsets, strict=True)
         for array, (first, stride, offset) in enumerate(arrays):
@@ -275,6 +286,8 @@ class WriteOptions(ctypes.Structure):
 
 
 _DISCARDED: Final = ARRAYS_MAX
+_ROWS_AT_ONCE: Final = 1 << 14
+"""256 KiB of rows."""
 
 
 def blocks_of(transfer: Transfer, place: int, discard: int = 0) -> Iterator[list[memoryview]]:
@@ -285,18 +298,50 @@ def blocks_of(transfer: Transfer, place: int, discard: int = 0) -> Iterator[list
     if transfer.spread is not None:
         raise LayoutError("elements that lie apart are no rows")
     plan, segments = transfer.plan, transfer.plan.segments
-    if transfer.cuts is None:  # two threads may compute it; a lock would not survive a fork
-        transfer.cuts = _cuts(transfer)
-    windows, blocks = transfer.cuts
+    cuts = cuts_of(transfer)
     cut, step = slice(place * segments, (place + 1) * segments), plan.discard_nbytes // segments
     offsets = {array: offset[cut].tolist() for array, offset in enumerate(transfer.offsets)}
     offsets[_DISCARDED] = [discard + segment * step for segment in range(segments)]
     views = {  # only what the extents are is touched
         array: [memory_at(at + low, nbytes) for at in offsets[array]]
-        for array, (low, nbytes) in windows.items()
+        for array, (low, nbytes) in cuts.windows.items()
     }
-    for block in blocks:
+    for block in cuts.blocks:
         yield [view[cut] for array, cut in block for view in views[array]]
+
+
+def rows_of(transfer: Transfer, place: int, discard: int = 0) -> npt.NDArray[np.uint64]:
+    """Return the address and length of each part of :func:`blocks_of`, ``[1 + n, 2]``.
+
+    The first row is free for a header. Computed for many chunks at once: alone that takes as long
+    as reading a small one. Two threads may not use the same ``place``.
+    """
+    plan, segments, cuts = transfer.plan, transfer.plan.segments, cuts_of(transfer)
+    places, rows = transfer.rows or (range(0), None)  # race: another thread may replace both
+    if rows is None or place not in places or plan.discard_nbytes:
+        stop = len(transfer.offsets[0]) // segments if transfer.offsets else place + 1
+        most = 1 if plan.discard_nbytes else max(1, _ROWS_AT_ONCE // cuts.edges[-1])
+        places = range(place, min(stop, place + most))
+        at = np.zeros((ARRAYS_MAX + 1, len(places), segments), dtype=np.uint64)
+        for array, offset in enumerate(transfer.offsets):
+            cut = offset[places.start * segments : places.stop * segments]
+            at[array] = cut.reshape(len(places), segments)
+        at[_DISCARDED] = discard + np.arange(segments) * (plan.discard_nbytes // segments)
+        rows = np.empty((len(places), cuts.edges[-1], 2), dtype=np.uint64)
+        parts = rows[:, 1:].reshape(len(places), -1, segments, 2)
+        of_parts = at[cuts.parts[:, 0].astype(np.intp)].swapaxes(0, 1)
+        parts[..., 0] = cuts.parts[:, 1, None] + of_parts
+        parts[..., 1] = cuts.parts[:, 2, None]
+        transfer.rows = places, rows
+    found: npt.NDArray[np.uint64] = rows[place - places.start]
+    return found
+
+
+def cuts_of(transfer: Transfer) -> Cuts:
+    """Return where a transfer's blocks lie; computed once."""
+    if transfer.cuts is None:  # two threads may compute it; a lock would not survive a fork
+        transfer.cuts = _cuts(transfer)
+    return transfer.cuts
 
 
 def _cuts(transfer: Transfer) -> Cuts:
@@ -315,7 +360,13 @@ def _cuts(transfer: Transfer) -> Cuts:
     columns = (extents["array"].tolist(), starts.tolist(), extents["nbytes"].tolist())
     parts = list(zip(*columns, strict=True))
     edges = pairwise(plan.block_extent.tolist())
-    return windows, [_joined(parts[at:stop], plan.segments) for at, stop in edges]
+    blocks = [_joined(parts[at:stop], plan.segments) for at, stop in edges]
+    flat = [
+        (array, windows[array][0] + cut.start, cut.stop - cut.start)
+        for array, cut in chain.from_iterable(blocks)
+    ]
+    counts = accumulate((plan.segments * len(block) for block in blocks), initial=1)
+    return Cuts(windows, blocks, np.array(flat, np.uint64).reshape(-1, 3), [*counts])
 
 
 def _joined(parts: list[tuple[int, int, int]], segments: int) -> list[tuple[int, slice]]:
