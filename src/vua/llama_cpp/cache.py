@@ -30,7 +30,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from traceback import walk_stack
+from types import FrameType
 from typing import Any, Final
 
 import llama_cpp
@@ -584,10 +584,12 @@ def _asking() -> Any:
 
     `Llama` does not say who it is: its method is found on the stack.
     """
-    for frame, _ in walk_stack(sys._getframe(1)):  # noqa: SLF001 - inspect's own way
+    frame: FrameType | None = sys._getframe(1)  # noqa: SLF001 - inspect's own way
+    while frame is not None:
         first = frame.f_code.co_varnames[:1]
         if first == ("self",) and isinstance(found := frame.f_locals.get("self"), llama_cpp.Llama):
             return found
+        frame = frame.f_back
     return None
 
 

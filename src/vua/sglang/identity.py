@@ -28,7 +28,6 @@ from contextlib import suppress
 from dataclasses import replace
 from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
-from traceback import walk_stack
 from types import FrameType
 from typing import Any, Final, NamedTuple
 
@@ -99,9 +98,7 @@ class Engine:
         if missing := [name for name in _UPDATES if not hasattr(updater, name)]:
             msg = f"SGLang's weight updater has no {missing[0]}: updates could not be noticed"
             raise UncachedError(msg)
-        for name in _UPDATES:
-            setattr(updater, name, self._leaves(name, getattr(updater, name)))
-        updater.vua_engine = self
+        runner.weight_updater = _Updater(updater, self)
 
     @classmethod
     def find(cls) -> Engine:
@@ -121,8 +118,8 @@ class Engine:
         else:
             msg = "SGLang did not create this backend in its scheduler: its model cannot be found"
             raise UncachedError(msg)
-        if watched := getattr(runner.weight_updater, "vua_engine", None):
-            return watched
+        if isinstance(watched := runner.weight_updater, _Updater):
+            return watched.vua_engine
         if not starting:
             raise UncachedError(
                 "VUA was attached to a running server, whose weights may have been updated before; "
@@ -144,15 +141,6 @@ class Engine:
             self.leave(self._snapshot.differs or "other weights")
         return not self._left
 
-    def _leaves(self, name: str, update: Callable[..., Any]) -> Callable[..., Any]:
-        """Return a method of an update: from its start on what is stored is not used any more."""
-
-        def updated(*args: Any, **named: Any) -> Any:
-            self.leave(name)
-            return update(*args, **named)
-
-        return updated
-
     def leave(self, change: str) -> None:
         """Have nothing loaded or stored any more."""
         if not self._left:
@@ -161,8 +149,28 @@ class Engine:
         self._left = True
 
 
+class _Updater:
+    """SGLang's weight updater: an update, from its start on, ends the use of what is stored."""
+
+    def __init__(self, updater: Any, engine: Engine) -> None:
+        self._vua_updater, self.vua_engine = updater, engine
+
+    def __getattr__(self, name: str) -> Any:
+        found = getattr(self._vua_updater, name)
+
+        def update(*args: Any, **named: Any) -> Any:
+            self.vua_engine.leave(name)
+            return found(*args, **named)
+
+        return update if name in _UPDATES else found
+
+
 def _callers() -> list[FrameType]:
-    return [frame for frame, _ in walk_stack(sys._getframe(1))]  # noqa: SLF001
+    frames, frame = [], sys._getframe(1)  # noqa: SLF001
+    while frame is not None:
+        frames.append(frame)
+        frame = frame.f_back  # type: ignore[assignment]
+    return frames
 
 
 KNOWN: Final = (PoolName.KV, PoolName.SWA)
