@@ -83,7 +83,7 @@ TESTS = (
     "tests/unit/connector/test_device_transfer.py",
     "tests/unit/device/test_device_gds.py",
     "tests/unit/lmcache/test_lmcache_gpu_connector.py",
-    "tests/unit/transformers/test_tensors.py",
+    "tests/unit/transformers/test_changed_models.py",
 )
 """Each file with a test that needs a GPU: others may need packages that are not there."""
 SMALL_TESTS = ("-m", "not gpu and not thorough", "tests/unit/device/test_device_staging.py")

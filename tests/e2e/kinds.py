@@ -179,7 +179,7 @@ _TIER: Final = {
 _CANNOT: Final = {
     "MLA backend cannot continue a cached prefix": "DeepseekV2 DeepseekV3 Glm4MoeLite",
     "Sparse Attention is not supported on CPU": "DeepseekV32 GlmMoeDsa",
-    "and for states --enable-prefix-caching": "FalconH1 GraniteMoeHybrid NemotronH Zamba2",
+    "for states --enable-prefix-caching": "FalconH1 GraniteMoeHybrid NemotronH Zamba2",
     "of which vLLM itself caches no prefix": "HrmText",
     "selective_scan_fwd": "Jamba Mamba",
     'assert self.scoring_func == "softmax"': "MiniMaxM2",

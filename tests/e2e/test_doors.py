@@ -196,7 +196,7 @@ class TierTest(Events, EngineTest):
 
         self.assertEqual(([0], []), (served.cached, stored(self.root)))
         self.assertEqual(self.baseline(BATCH, engine=engine), served.tokens)
-        self.assertIn("and for states --enable-prefix-caching", served.log)
+        self.assertIn("for states --enable-prefix-caching", served.log)
 
     def test_prefix_lm(self) -> None:
         """HRM-Text's K and V depend on later tokens: none is loaded, nor what vLLM's memory has."""

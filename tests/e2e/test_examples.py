@@ -157,6 +157,18 @@ def load(name: str) -> object:
     return module
 
 
+cache_audit = load("cache_audit")
+
+
+class BoundTest(unittest.TestCase):
+    def test_clopper_pearson(self) -> None:
+        """The bounds are those of the tables; with none wrong it is the rule of three."""
+        for wrong, tried, bound in ((0, 10, 0.2589), (1, 20, 0.2161), (5, 100, 0.1023),
+                                    (0, 3000, 0.000998), (4, 4, 1.0), (0, 0, 1.0)):  # fmt: skip
+            with self.subTest(wrong=wrong, tried=tried):
+                self.assertAlmostEqual(bound, cache_audit.upper_bound(wrong, tried), places=4)
+
+
 @needs_vllm
 @pytest.mark.vllm
 @pytest.mark.thorough
