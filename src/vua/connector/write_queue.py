@@ -4,6 +4,8 @@ The engine never waits for storage: there are buffers for two of its full steps.
 fit are not queued but reported to the scheduler's half, which orders them again from the first
 missing chunk when there are buffers. No chunk is stored after a missing one: it would never be
 found.
+
+The number of writing threads is the one that makes the storage fastest, measured while chunks wait.
 """
 
 from __future__ import annotations
@@ -25,10 +27,76 @@ from vua.errors import StorageError
 from vua.format.keys import ChunkKey
 from vua.io.pool import Breaker, Job, Pool
 
+_MOST: Final = 16
+_WRITES: Final = 8
+"""Writes per thread count that are measured before it is judged; at least two for each thread."""
+_FASTER: Final = 1.15
+"""A change to twice the threads must be this much faster, to half of them at most this much
+slower."""
+_FIRST_PAUSE: Final = 8
+_MAX_PAUSE: Final = 256
+"""Measurements until another thread count is tried again; doubled after each useless try."""
+
+
+class WriterCount:
+    """Doubles or halves the number of threads, and keeps the faster one. Thread-safe.
+
+    A local file system may be as fast with one thread as the machine can copy; one over a network
+    takes some milliseconds per file and many files at a time. Only times in which work waits are
+    meaningful, so an empty queue restarts the measurement.
+    """
+
+    def __init__(self, *, most: int = _MOST, clock: Callable[[], float] = time.monotonic) -> None:
+        """Begin with one thread; never return more than ``most``. ``clock`` returns seconds."""
+        self.threads = 1
+        self._most, self._clock, self._lock = most, clock, threading.Lock()
+        self._best, self._best_rate = 1, 0.0
+        self._pause, self._wait, self._up = _FIRST_PAUSE, 0, True
+        self._begin(0)
+
+    def _begin(self, unmeasured: int) -> None:
+        """Measure from now on, without the next writes, which began with other threads."""
+        self._left_out, self._writes, self._nbytes = unmeasured, 0, 0
+        self._since = self._clock()
+
+    def wrote(self, nbytes: int, waiting: int) -> int:
+        """Note that a file was written while so many waited; return :attr:`threads`."""
+        with self._lock:
+            if not waiting:
+                self._begin(0)
+            elif self._left_out:
+                self._begin(self._left_out - 1)
+            else:
+                self._writes, self._nbytes = self._writes + 1, self._nbytes + nbytes
+                if self._writes >= max(_WRITES, 2 * self.threads):
+                    self._judge(self._nbytes / max(1e-9, self._clock() - self._since))
+            return self.threads
+
+    def _judge(self, rate: float) -> None:
+        before, tried = self.threads, self.threads - self._best
+        factor = _FASTER if tried < 0 else 1 / _FASTER
+        if not tried:
+            self._best_rate = rate
+            self._wait -= 1
+        elif rate * factor > self._best_rate:
+            self._best, self._best_rate = before, rate
+            self._pause, self._wait = _FIRST_PAUSE, 0  # and further in this direction
+        else:
+            self._up = not self._up
+            self._wait, self._pause = self._pause, min(2 * self._pause, _MAX_PAUSE)
+        self.threads = self._best
+        if self._wait <= 0:
+            other = 2 * self._best if self._up else self._best // 2
+            if 1 <= other <= self._most:
+                self.threads = other
+            else:
+                self._up = not self._up
+                self._wait = self._pause
+        self._begin(max(before, self.threads) if self.threads != before else 0)
+
+
 log = logger("worker")
 
-_THREADS: Final = 4
-"""Threads that write; each lets C write several files at once."""
 _WRITE_NBYTES: Final = 64 << 20
 """The most that one call writes: its buffers are free when all of it is stored."""
 _MAX_HOLES: Final = 1000
@@ -86,9 +154,10 @@ class WriteQueue:
         """
         self._memory, self._reporter, self._clock = memory, reporter, clock
         self._stats, self._rank = stats, rank
+        self._writers = WriterCount()
         self._breaker = Breaker("saves", logger("storage"), clock=clock)
         self._pool = Pool[_Save](
-            *(_THREADS, "vua-save"),
+            *(self._writers.threads, "vua-save"),
             timeout_s=config.timeouts.io_s,
             breaker=self._breaker,
             late=self._is_late,
@@ -278,7 +347,7 @@ class WriteQueue:
         """
         chunks, group = len(save.keys), save.group
         most = max(1, _WRITE_NBYTES // group.shard.payload_nbytes(group.group.layout))
-        size = min(most, -(-chunks // _THREADS))
+        size = min(most, -(-chunks // self._writers.threads))
         for first in range(0, chunks, size):
             yield save.part(first, min(first + size, chunks))
 
@@ -347,6 +416,7 @@ class WriteQueue:
         if written:
             nbytes = written * group.shard.payload_nbytes(group.group.layout)
             self._stats.add("vua_stored_bytes_total", nbytes)
+            self._pool.limit(self._writers.wrote(nbytes, self._pool.waiting))
 
     def _count_pending(self, by: int) -> None:
         with self._lock:

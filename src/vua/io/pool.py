@@ -247,7 +247,7 @@ class Pool(Generic[W]):
             self._forget(job)
         del job  # an error keeps this frame, too
         with self._lock:
-            leaves = self._closed and last
+            leaves = (self._closed and last) or len(self._threads) > self._most
             if leaves:
                 self._threads.discard(own)
         return not leaves
@@ -301,6 +301,18 @@ class Pool(Generic[W]):
     def waiting(self) -> int:
         """How many jobs wait for a thread."""
         return self._queue.qsize()
+
+    def limit(self, threads: int) -> None:
+        """Set the maximum number of threads from now on; running jobs continue."""
+        if threads == self._most:
+            return
+        with self._lock:
+            self._most, there = threads, len(self._threads)
+        for _ in range(there - threads):
+            self._queue.put(None)
+        for _ in range(min(threads - there, self.waiting)):
+            with suppress(RuntimeError):
+                self._start_thread()
 
     def give_up(self) -> list[Job[W]]:
         """Give up overdue jobs; return them, each once. O(threads), O(1) when idle.

@@ -5,12 +5,14 @@ from __future__ import annotations
 import threading
 import unittest
 import unittest.mock
+from functools import partial
 from importlib.util import find_spec
 from typing import Any
 
 import pytest
 
 from helpers import DirectoryTest, until
+from vua.connector.write_queue import WriterCount
 from vua.format.layout import KVLayout
 
 pytestmark = pytest.mark.vllm
@@ -40,12 +42,11 @@ class LongPromptTest(DirectoryTest):
 
     def start(self, **settings: Any) -> SavingEngine:
         """An engine with Llama 8B's steps; its chunks are small."""
-        self.enterContext(  # so that files appear in order
-            unittest.mock.patch("vua.connector.write_queue._THREADS", 1)
-        )
-        self.engine = SavingEngine(
-            str(self.root), self.sink, SMALL, step_tokens=STEP_TOKENS, **settings
-        )
+        one = partial(WriterCount, most=1)  # so that files appear in order
+        with unittest.mock.patch("vua.connector.write_queue.WriterCount", one):
+            self.engine = SavingEngine(
+                str(self.root), self.sink, SMALL, step_tokens=STEP_TOKENS, **settings
+            )
         self.addCleanup(self.engine.close)
         self.addCleanup(self.allowed.release, 10_000)
         return self.engine

@@ -191,6 +191,29 @@ class TestPool(unittest.TestCase):
         self.assertEqual("told", job.result())
         self.assertFalse(breaker.closed)
 
+    def test_limit(self) -> None:
+        """With a lower limit threads end; with a higher one there are more, and all is done."""
+        there: list[int] = []
+
+        def work(_: Job[str]) -> None:
+            there.append(sum(thread.name == "limited" for thread in threading.enumerate()))
+
+        pool = Pool[str](3, "limited", timeout_s=10.0, clock=lambda: self.now)
+        first = [pool.submit(lambda _: self.release.wait(SOON_S), "") for _ in range(3)]
+        until(lambda: all(job.started for job in first))
+        pool.limit(1)
+        self.release.set()
+        until(lambda: sum(thread.name == "limited" for thread in threading.enumerate()) == 1)
+        for _ in range(5):
+            pool.submit(work, "")
+        until(lambda: len(there) == 5)
+        pool.limit(2)
+        together = threading.Barrier(2, timeout=SOON_S)
+        for _ in range(2):
+            pool.submit(lambda _: together.wait(), "")
+        self.assertTrue(pool.close())
+        self.assertEqual(([1] * 5, False), (there, together.broken))
+
     def test_closed_by_its_own_thread(self) -> None:
         """A job that closes its pool does not wait for itself."""
         pool = Pool[str](1, "test")
