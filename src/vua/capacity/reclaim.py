@@ -359,7 +359,7 @@ class Capacity:
         if wait and (is_new or touched):
             self._note(names, touched, is_new=is_new)
         elif (is_new or touched) and self._toucher.waiting < _QUEUED_MAX:
-            with contextlib.suppress(RuntimeError):  # there is no thread, or it is closed
+            with contextlib.suppress(RuntimeError):  # no thread starts, or the pool is closed
                 self._toucher.submit(lambda _: self._note(names, touched, is_new=is_new))
 
     def _note(self, chunks: Sequence[str], touched: int, *, is_new: bool) -> None:

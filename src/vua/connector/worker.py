@@ -125,7 +125,7 @@ class Comparisons:
                     why = f"chunk {key.name[:12]}: its file is {result}"
                 else:
                     found.append(result)
-        except Exception:  # whatever a read raises costs no request
+        except Exception:  # no error of a read may cost a request
             log.exception("a chunk could not be compared")
             found, why = [], "an error, see the log"
         finally:
@@ -430,7 +430,7 @@ class WorkerSide:
             same = same and self._asked == asked  # no doubt came meanwhile
             if not (same and self._memory.adapters.holds(order.adapter)):
                 short, reason = order.parts[0].start, "reset"
-        except Exception:  # whatever a read raises costs no request
+        except Exception:  # no error of a read may cost a request
             log.exception("load of request %s failed", order.request_id)
         finally:
             if job.settle(well=reason != "error"):

@@ -440,7 +440,7 @@ def choose(device: torch.device) -> Move:
     if device.type == "cpu":
         return move_on_cpu
     if device.type == "cuda":
-        # Triton is optional; whatever it or its compiler raises, copies go on.
+        # Triton is optional: an error of it or its compiler must not end copies.
         with suppress(Exception):
             from vua.device import kernels  # noqa: PLC0415 - it needs Triton
 
@@ -626,7 +626,7 @@ class PagedKV:
 
         Raises:
             LayoutError: The chunks do not fit; nothing was copied.
-            InputError: The tokens do not; likewise.
+            InputError: The tokens do not fit; nothing was copied.
         """
         v = None if v_out is None else v_out[None]
         self._move(block_ids, token_start, n_tokens, 0, k_out[None], v, store=False)

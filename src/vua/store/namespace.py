@@ -237,9 +237,10 @@ class Namespace:
         """Open the namespace at ``path``; None if its layouts are unknown.
 
         Layouts come from entries' headers; for groups without entries from the description, or from
-        the reader's ``layouts`` if no header contradicts them. Of several tiers one that is
-        described is enough; then the nearest is described, too, and ``bounds`` count there. Raises
-        OSError; StorageError if the directory belongs to an untrusted user.
+        the reader's ``layouts`` if no header contradicts them. It is enough if one of several tiers
+        is described: then the nearest is described, too, and ``bounds`` count there.
+
+        Raises OSError; StorageError if the directory belongs to an untrusted user.
         """
         if isinstance(path, Tiers):
             described = (settled(read_description(place)) for place in path.places)
